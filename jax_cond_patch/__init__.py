@@ -1,0 +1,22 @@
+"""Platform conditionals that lower only what can be reached.
+
+`import jax_cond_patch` patches the JAX that runs, so that code for a platform
+that a program is not lowered for cannot break it, change it or slow it down.
+"""
+from jax_cond_patch.activation import Status as Status
+from jax_cond_patch.activation import activate as activate
+from jax_cond_patch.activation import activate_on_import as _activate_on_import
+from jax_cond_patch.activation import activated as activated
+from jax_cond_patch.activation import deactivate as deactivate
+from jax_cond_patch.activation import deactivated as deactivated
+from jax_cond_patch.activation import is_active as is_active
+from jax_cond_patch.activation import status as status
+from jax_cond_patch.errors import JaxCondPatchError as JaxCondPatchError
+from jax_cond_patch.errors import (
+    UnsupportedJaxVersionError as UnsupportedJaxVersionError)
+from jax_cond_patch.errors import (
+    UnsupportedJaxVersionWarning as UnsupportedJaxVersionWarning)
+
+__version__ = "0.1.0"
+
+_activate_on_import()

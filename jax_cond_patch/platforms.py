@@ -1,0 +1,76 @@
+"""Which branch of a platform conditional runs on which platform.
+
+Pure functions of platform names; nothing here imports JAX.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# One entry per branch: the names of its platforms, or None for the default
+# branch, which is the last one. This is the `platforms` param of `cond_p`.
+BranchesPlatforms = tuple["tuple[str, ...] | None", ...]
+
+
+def owner(branches_platforms: BranchesPlatforms, platform: str) -> int | None:
+  """Finds the branch that runs on a platform.
+
+  Args:
+    branches_platforms: the platforms of each branch.
+    platform: the name of a lowering platform.
+
+  Returns:
+    The index of the first branch that names `platform`, or else of the default
+    branch, or None if there is neither.
+  """
+  for branch, names in enumerate(branches_platforms):
+    if names is None or platform in names:
+      return branch
+  return None
+
+
+class Reachable(NamedTuple):
+  """The branches that a set of lowering platforms can reach.
+
+  Attributes:
+    branches: the indices of the branches that own a lowering platform, in
+      order.
+    owned: for each of these, the lowering platforms it owns, in the order of
+      the lowering platforms.
+    missing: the lowering platforms without a branch.
+  """
+  branches: tuple[int, ...]
+  owned: tuple[tuple[str, ...], ...]
+  missing: tuple[str, ...]
+
+
+def reachable(branches_platforms: BranchesPlatforms,
+              lowering_platforms: Sequence[str]) -> Reachable:
+  """Finds the branches that are reached from any of the lowering platforms.
+
+  Args:
+    branches_platforms: the platforms of each branch.
+    lowering_platforms: the platforms that a module is lowered for.
+
+  Returns:
+    A `Reachable`.
+  """
+  owned: dict[int, list[str]] = {}
+  missing = []
+  for platform in lowering_platforms:
+    branch = owner(branches_platforms, platform)
+    if branch is None:
+      missing.append(platform)
+    else:
+      owned.setdefault(branch, []).append(platform)
+  branches = tuple(sorted(owned))
+  return Reachable(branches, tuple(tuple(owned[b]) for b in branches),
+                   tuple(missing))
+
+
+def describe(branches_platforms: BranchesPlatforms) -> str:
+  """Lists the platforms that have a branch, for a message."""
+  names = [repr(p) for ps in branches_platforms for p in ps or ()]
+  if None in branches_platforms:
+    names.append("a default")
+  return ", ".join(names) if names else "none"

@@ -1,0 +1,333 @@
+"""Carries the platforms of a conditional through JAX's own rules.
+
+In the added era (up to JAX 0.6.0) JAX's rules for `cond_p` know `branches`
+only. Each is run here as it is, with a `cond_p` in its globals that gives the
+conditionals that this rule makes the platforms of the one it was called for.
+Conditionals inside of the branches are other calls of the rules, and keep
+theirs.
+
+In both eras, no transformation passes the index of a platform conditional from
+one part of a program to another: where it is needed it is made again.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+import types
+from typing import Any
+
+from jax._src import core
+from jax._src.interpreters import ad
+from jax._src.interpreters import partial_eval as pe
+from jax._src.lax.control_flow import conditionals
+
+from jax_cond_patch import platforms as platforms_lib
+from jax_cond_patch.compat import internals
+
+cond_p = internals.cond_p
+
+
+class _WithPlatforms:
+  """Stands for `cond_p` in one of JAX's functions: its conditionals are marked.
+
+  It has `platforms` (and `index`, instead of the one that JAX has computed) for
+  those that are bound, and is found again as the primitive of the others.
+  """
+
+  def __init__(self, platforms, index=None):
+    self.platforms = platforms
+    self.index = index
+
+  def bind(self, index, *operands, branches, **params):
+    if self.index is not None:
+      index = self.index
+    return cond_p.bind(
+        index, *operands, branches=branches, platforms=self.platforms, **params)
+
+  def __getattr__(self, name):
+    return getattr(cond_p, name)
+
+
+class _Namespace:
+  """A module in which some names are other values."""
+
+  def __init__(self, module: Any, **names):
+    self.__dict__.update(names)
+    self._module = module
+
+  def __getattr__(self, name):
+    return getattr(self._module, name)
+
+
+def _with_cond_p(fun: types.FunctionType, cond) -> types.FunctionType:
+  """Returns a function of JAX's in which `cond` stands for `cond_p`."""
+  names: dict[str, Any] = {"cond_p": cond}
+  # checkify says `lax.cond_p`, shard_map `control_flow.conditionals.cond_p`.
+  if "lax" in fun.__globals__:
+    names["lax"] = _Namespace(fun.__globals__["lax"], cond_p=cond)
+  if "control_flow" in fun.__globals__:
+    names["control_flow"] = _Namespace(
+        fun.__globals__["control_flow"],
+        conditionals=_Namespace(conditionals, cond_p=cond))
+  return internals.with_globals(fun, **names)
+
+
+# platform_dependent
+
+def platform_dependent_code(*args, default=None, **per_platform):
+  # The code of `jax.lax.platform_dependent` itself is replaced by this, for
+  # those who have imported the function before. It runs in JAX's module.
+  from jax_cond_patch import rules
+  return rules.platform_dependent(args, default, per_platform)
+
+
+def platform_dependent(args, default, per_platform):
+  """`jax.lax.platform_dependent`, with branches told apart by identity.
+
+  Args:
+    args: the operands, pytrees.
+    default: the default branch, or None.
+    per_platform: the branches by the name of their platform.
+
+  Returns:
+    What the branch of the platform returns.
+
+  Raises:
+    TypeError: a branch is not callable.
+    ValueError: there is a branch for "gpu".
+  """
+  for name, branch in (*per_platform.items(), ("default", default)):
+    if not callable(branch) and not (name == "default" and branch is None):
+      raise TypeError(f"lax.platform_dependent: the '{name}' branch must be a "
+                      "callable.")
+  if "gpu" in per_platform:
+    raise ValueError("Use 'cuda' or 'rocm' for lax.platform_dependent.")
+  branches: list[Callable] = []
+  names: list[tuple[str, ...]] = []
+  for platform, branch in per_platform.items():
+    for i, other in enumerate(branches):
+      if _is_same_branch(branch, other):
+        names[i] = (*names[i], platform)
+        break
+    else:
+      branches.append(branch)
+      names.append((platform,))
+  branches_platforms: platforms_lib.BranchesPlatforms = tuple(names)
+  if default is not None:
+    branches.append(default)
+    branches_platforms = (*branches_platforms, None)
+  index = internals.bind_platform_index(branches_platforms)
+  if internals.is_concrete(index):
+    return branches[int(index)](*args)
+  return _stage(index, tuple(map(_with_plain_equality, branches)), args,
+                branches_platforms)
+
+
+def _is_same_branch(a: Callable, b: Callable) -> bool:
+  return a is b or _is_plainly_equal(a, b)
+
+
+def _is_plainly_equal(a: Callable, b: Callable) -> bool:
+  try:
+    return (a == b) is True
+  except Exception:
+    # The `==` of a callable that holds arrays compares these, and their truth
+    # value is an error.
+    return False
+
+
+def _with_plain_equality(branch: Callable) -> Callable:
+  """Makes a branch a key for JAX's caches, which compare it with itself."""
+  if _is_plainly_equal(branch, branch):
+    return branch
+  return lambda *args: branch(*args)
+
+
+def _stage(index, branches, args, branches_platforms):
+  """Stages a platform conditional out, traced and checked as JAX does it."""
+  if internals.native:
+    return conditionals._switch_internal(
+        index, branches, args, branches_platforms=branches_platforms)
+  if len(branches) == 1:
+    # `switch` calls a single branch, for whatever platform. It gets the branch
+    # twice, which traces it once, and `_OneBranch` drops the second.
+    branches *= 2
+  switch = internals.undecorated(conditionals.switch)
+  lax = _Namespace(switch.__globals__["lax"], clamp=lambda lo, x, hi: x)
+  return internals.with_globals(
+      switch, lax=lax, cond_p=_Staged(branches_platforms, index)
+  )(index, branches, *args)
+
+
+class _Staged(_WithPlatforms):
+  """The `cond_p` of a platform conditional that is being staged out."""
+
+  def bind(self, index, *operands, branches, **params):
+    return super().bind(
+        index, *operands, branches=branches[:len(self.platforms)], **params)
+
+
+# Rules for cond_p. Those of the added era take and drop `platforms`.
+
+def carries_platforms(rule: Callable) -> Callable:
+  """For rules that bind `cond_p`: jvp, transpose, checkify, discharge, ..."""
+  rule = internals.undecorated(rule)
+
+  def carrying_rule(*args, platforms=None, **params):
+    if platforms is None:
+      return rule(*args, **params)
+    return _with_cond_p(rule, _WithPlatforms(platforms))(*args, **params)
+
+  return carrying_rule
+
+
+def ignores_platforms(rule: Callable) -> Callable:
+  """For rules that make no conditional: type checks."""
+  def ignoring_rule(*args, platforms=None, **params):
+    del platforms
+    return rule(*args, **params)
+  return ignoring_rule
+
+
+def transpose(rule: Callable) -> Callable:
+  """For the transpose rule up to JAX 0.8.1, in both eras.
+
+  In a jaxpr with effects `ad.backward_pass` does not evaluate what depends on
+  no cotangent, and so the index is undefined where it is made again.
+  """
+  carrying_rule = rule if internals.native else carries_platforms(rule)
+
+  def transpose_rule(cts, index, *args, **params):
+    platforms = params.get(internals.PLATFORMS)
+    if platforms is not None and ad.is_undefined_primal(index):
+      index = internals.bind_platform_index(platforms)
+    return carrying_rule(cts, index, *args, **params)
+
+  return transpose_rule
+
+
+def batching(rule: Callable) -> Callable:
+  """For the batching rule, which binds `cond_p` if the index is not mapped.
+
+  A platform does not differ between the elements of a batch. An index that is
+  mapped nevertheless is made again, as JAX does since 0.6.2:
+  https://github.com/jax-ml/jax/issues/29329.
+  """
+  carrying_rule = carries_platforms(rule)
+
+  def batching_rule(axis_data, args, dims, **params):
+    platforms = params.get("platforms")
+    if platforms is not None and not _is_unmapped(dims[0]):
+      args = (internals.bind_platform_index(platforms), *args[1:])
+      dims = (None, *dims[1:])
+    return carrying_rule(axis_data, args, dims, **params)
+
+  return batching_rule
+
+
+def _is_unmapped(dim) -> bool:
+  return dim is None
+
+
+def partial_eval_custom(rule: Callable) -> Callable:
+  """For the partial evaluation of an equation, which returns two equations."""
+  def marked(eqn, platforms):
+    if eqn is None or eqn.primitive is not cond_p:
+      return eqn
+    return eqn.replace(params={**eqn.params, "platforms": platforms})
+
+  def partial_eval_custom_rule(saveable, unks_in, inst_in, eqn):
+    platforms = eqn.params.get("platforms")
+    known, staged, *rest = rule(saveable, unks_in, inst_in, eqn)
+    if platforms is not None:
+      known, staged = marked(known, platforms), marked(staged, platforms)
+    return known, staged, *rest
+
+  return partial_eval_custom_rule
+
+
+def partial_eval(rule: Callable) -> Callable:
+  """For partial evaluation by tracing, in both eras.
+
+  The known part binds `cond_p`; the unknown part is the recipe of the tracers
+  that are returned, and its index is a known value of the other part.
+  """
+  function = internals.undecorated(rule)
+
+  def partial_eval_rule(trace, *tracers, **params):
+    platforms = params.get(internals.PLATFORMS)
+    if platforms is None:
+      return rule(trace, *tracers, **params)
+    if not tracers[0].is_known():
+      return trace.default_process_primitive(cond_p, tracers, params)
+    if internals.native:
+      outs = rule(trace, *tracers, **params)
+    else:
+      params.pop("platforms")
+      outs = _with_cond_p(function, _WithPlatforms(platforms))(
+          trace, *tracers, **params)
+    _renew_staged_index(trace, outs, platforms)
+    return outs
+
+  return partial_eval_rule
+
+
+def _renew_staged_index(trace, outs, platforms) -> None:
+  """Gives the recipe of a staged conditional platforms and its own index."""
+  staged = [t for t in outs if isinstance(t, pe.JaxprTracer) and
+            isinstance(t.recipe, pe.JaxprEqnRecipe) and
+            isinstance(t.recipe.primitive, (_WithPlatforms, core.Primitive)) and
+            t.recipe.primitive.name == cond_p.name]
+  if not staged:
+    return
+  recipe = staged[0].recipe
+  index = pe.JaxprTracer(
+      trace, pe.PartialVal.unknown(recipe.in_tracers[0].aval), None)
+  index.recipe = internals.jaxpr_eqn_recipe(
+      trace, [], [index], internals.platform_index_p,
+      internals.platform_index_params(platforms), set(), recipe.source_info)
+  # Recipes are put in the order of their ids since JAX 0.6.2, so the index
+  # takes that of the conditional, which takes the later one:
+  # https://github.com/jax-ml/jax/commit/859e120fdd
+  index.recipe, renewed_id = (index.recipe._replace(eqn_id=recipe.eqn_id),
+                              index.recipe.eqn_id)
+  renewed = recipe._replace(
+      eqn_id=renewed_id, in_tracers=(index, *recipe.in_tracers[1:]),
+      primitive=cond_p,
+      params={**recipe.params, internals.PLATFORMS: platforms})
+  for tracer in staged:
+    assert tracer.recipe is recipe
+    tracer.recipe = renewed
+
+
+def linearize(rule: Callable) -> Callable:
+  """For linearization (JAX 0.7.1 and later): the index is no residual."""
+  def linearize_rule(*args, **params):
+    out = rule(*args, **params)
+    platforms = params.get(internals.PLATFORMS)
+    primals, nonzeros, residuals, *structured, tangent_fun = out
+    # With structured residuals, since JAX 0.11.1, these hold the index.
+    if platforms is None or (structured and structured[0] is not None):
+      return out
+
+    def tangent_fun_with_index(residuals, *args):
+      index = internals.bind_platform_index(platforms)
+      return tangent_fun([index, *residuals], *args)
+
+    _, *residuals = residuals
+    return primals, nonzeros, residuals, *structured, tangent_fun_with_index
+
+  return linearize_rule
+
+
+# Rules for platform_index_p
+
+def platform_index_partial_eval_custom(saveable, unks_in, inst_in, eqn):
+  """Has the index on both sides, so that it is never a residual."""
+  del saveable, unks_in, inst_in
+  return eqn, eqn, [False], [True], []
+
+
+def platform_index_transpose(ct, **params):
+  """It has no inputs to give cotangents to."""
+  del ct, params
+  return []

@@ -1,0 +1,135 @@
+"""What the tests of jax_cond_patch share."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+from jax import export
+from jax._src import core
+from jax._src import test_util as jtu
+from jax.interpreters import ad
+from jax.interpreters import batching
+from jax.interpreters import mlir
+import jax.numpy as jnp
+import numpy as np
+
+import jax_cond_patch
+from jax_cond_patch.compat import internals
+
+PLATFORMS = internals.PLATFORMS
+
+
+def only_on_primitive(platform: str) -> core.Primitive:
+  """A primitive that adds 1, and raises when lowered for another platform."""
+  primitive = core.Primitive(f"only_on_{platform}")
+  primitive.def_abstract_eval(lambda x: x)
+  mlir.register_lowering(
+      primitive, mlir.lower_fun(lambda x: x + 1, multiple_results=False),
+      platform=platform)
+  ad.defjvp(primitive, lambda g, x: g)
+  batching.defvectorized(primitive)
+  return primitive
+
+
+_only_on = {p: only_on_primitive(p) for p in ("cpu", "cuda", "rocm", "tpu")}
+
+
+def only_on(platform: str) -> Callable:
+  """Returns `lambda x: x + 1` that can be lowered for one platform only."""
+  return _only_on[platform].bind
+
+
+def lower(f: Callable, *args, platforms: Sequence[str]) -> str:
+  """The StableHLO text of a jitted function for some platforms."""
+  if len(platforms) > 1:
+    return export.export(jax.jit(f), platforms=platforms)(*args).mlir_module()
+  return jax.jit(f).trace(*args).lower(
+      lowering_platforms=tuple(platforms)).as_text()
+
+
+def count_ops(text: str, op: str) -> int:
+  """How often an operation stands in StableHLO text, in any of its forms."""
+  return len(re.findall(rf'[^\w.]"?{re.escape(op)}"?[^\w.]', text))
+
+
+def count_eqns(jaxpr, primitive_name: str) -> int:
+  """How often a primitive stands in a jaxpr, at any depth."""
+  jaxpr = internals.open_jaxpr(jaxpr)
+  return sum((eqn.primitive.name == primitive_name) + sum(
+      count_eqns(j, primitive_name) for j in core.jaxprs_in_params(eqn.params))
+             for eqn in jaxpr.eqns)
+
+
+def find_eqns(jaxpr, primitive_name: str) -> list[core.JaxprEqn]:
+  """The equations of a primitive in a jaxpr, at any depth."""
+  found = []
+  for eqn in internals.open_jaxpr(jaxpr).eqns:
+    if eqn.primitive.name == primitive_name:
+      found.append(eqn)
+    for inner in core.jaxprs_in_params(eqn.params):
+      found.extend(find_eqns(inner, primitive_name))
+  return found
+
+
+def run_as(exported: export.Exported, platform: str, *args):
+  """Runs one platform's part of a module for several, on this machine's.
+
+  The module's platforms get other names: this machine's where `platform` stood.
+  """
+  here = jax.default_backend()
+  here = "cuda" if here == "gpu" else here
+  names = tuple(here if p == platform else "other" if p == here else p
+                for p in exported.platforms)
+  return dataclasses.replace(exported, platforms=names).call(*args)
+
+
+def run_python(code: str, **env) -> subprocess.CompletedProcess:
+  """Runs a program in a fresh interpreter."""
+  return subprocess.run(
+      [sys.executable, "-c", textwrap.dedent(code)], text=True,
+      capture_output=True, env={**os.environ, **env}, check=False)
+
+
+class JcpTestCase(jtu.JaxTestCase):
+  """A test case with checks on modules."""
+
+  def assertSameModule(self, f, direct, *args, platform="cpu"):
+    """The module of `f` is that of `direct`, character for character."""
+    def named(fun):
+      def fun_(*args):
+        return fun(*args)
+      return fun_
+    expected = lower(named(direct), *args, platforms=(platform,))
+    self.assertMultiLineEqual(
+        lower(named(f), *args, platforms=(platform,)), expected)
+
+  def assertSameModuleAsWithout(self, f, *args, platforms):
+    """The module of `f` is that of JAX without the package."""
+    texts = []
+    # In a loop, since the lines that call are in the text of an export.
+    for context in (jax_cond_patch.activated, jax_cond_patch.deactivated):
+      with context():
+        texts.append(lower(lambda *args: f(*args), *args, platforms=platforms))
+    self.assertMultiLineEqual(*texts)
+
+  def assertRunsAs(self, f, expected: dict[str, Callable], *args,
+                   platforms=None, rtol=1e-6):
+    """In a module for several platforms, each computes what is expected."""
+    exported = export.export(
+        jax.jit(f), platforms=platforms or tuple(expected))(*args)
+    for platform, fun in expected.items():
+      np.testing.assert_allclose(
+          run_as(exported, platform, *args), fun(*args), rtol=rtol,
+          err_msg=f"{platform} of {exported.platforms}")
+    return exported
+
+
+def marked(value: float) -> Callable:
+  """Returns a branch with a constant of its own, to be found in a module."""
+  return lambda x: jnp.sin(x) * np.float32(value)
