@@ -315,11 +315,11 @@ def main() -> int:
       print(_outcome_row(when, outcomes[name, when]))
     after = outcomes[name, "after"]
     if not after.is_right or after.branches != program.reached:
-      wrong.append(program.title)
+      wrong.append(f"{program.title}: {after.result}")
   print(f"\n{len(PROGRAMS) - len(wrong)} of {len(PROGRAMS)} programs are right "
         "with the package.")
-  for title in wrong:
-    print(f"Not right: {title}")
+  for line in wrong:
+    print(f"Not right: {line}")
   return 1 if wrong else 0
 
 
