@@ -162,16 +162,22 @@ def _table() -> Sequence[Replacement]:
         Item(ad.primitive_transposes, internals.platform_index_p),
         rules.platform_index_transpose, index_why)
 
-  if not internals.native:
-    why = "keeps platforms"
+  once_why = "passes over each branch once"
+  replace_rule("pe.partial_eval_jaxpr_custom_rules",
+               pe.partial_eval_jaxpr_custom_rules, rules.partial_eval_custom,
+               "keeps platforms; " + once_why)
+  if internals.native:
+    replace_rule("ad.primitive_jvps", ad.primitive_jvps, rules.passes_once,
+                 once_why)
+    replace_rule("batching.fancy_primitive_batchers",
+                 batching.fancy_primitive_batchers, rules.passes_once, once_why)
+  else:
+    why = "keeps platforms; " + once_why
     replace_rule("ad.primitive_jvps", ad.primitive_jvps, carries, why)
     replace_rule("batching.fancy_primitive_batchers",
                  batching.fancy_primitive_batchers, rules.batching, why)
     replace_rule(
         "core.custom_typechecks", core.custom_typechecks, ignores, why)
-    replace_rule("pe.partial_eval_jaxpr_custom_rules",
-                 pe.partial_eval_jaxpr_custom_rules, rules.partial_eval_custom,
-                 why)
     replace_rule("discharge._partial_discharge_rules",
                  discharge._partial_discharge_rules, carries, why)
     replace_rule("checkify.error_checks", checkify.error_checks, carries, why)

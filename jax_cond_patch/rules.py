@@ -12,6 +12,8 @@ one part of a program to another: where it is needed it is made again.
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
+import inspect
 import types
 from typing import Any
 
@@ -56,6 +58,84 @@ class _Namespace:
 
   def __getattr__(self, name):
     return getattr(self._module, name)
+
+
+_signature = functools.lru_cache(inspect.signature)
+
+
+class _OnePass:
+  """A pass over a branch in one run of a rule, made once if it can be.
+
+  A rule passes over each branch to learn what its outputs are (zero, unknown,
+  batched), joins this over the branches, and passes over each again to make it
+  so. The second pass gives what the first one did, for a branch whose outputs
+  are what the branches' are together.
+  """
+
+  def __init__(self, make: Callable, joined: str, found: int):
+    """Args:
+      make: JAX's function of a jaxpr.
+      joined: its parameter for what the outputs must be; False the first time.
+      found: where in its result stands what the outputs are.
+    """
+    self.make = make
+    self.signature = _signature(make)
+    self.joined = joined
+    self.found = found
+    self.passes: list[tuple[dict, Any]] = []
+
+  def __call__(self, *args, **kwargs):
+    arguments = self.signature.bind(*args, **kwargs).arguments
+    outputs = arguments.pop(self.joined, False)
+    if outputs is not False:
+      for same_arguments, result in self.passes:
+        if (list(result[self.found]) == list(outputs) and
+            arguments == same_arguments):
+          return result
+    result = self.make(*args, **kwargs)
+    if outputs is False:
+      self.passes.append((arguments, result))
+    return result
+
+
+_PASSES = (
+    ("ad", "jvp_jaxpr", "instantiate", 1),
+    ("ad", "linearize_jaxpr", "instantiate", 2),
+    ("pe", "partial_eval_jaxpr_nounits", "instantiate", 2),
+    ("pe", "partial_eval_jaxpr_nounits_fwd", "instantiate", 2),
+    ("pe", "partial_eval_jaxpr_custom", "ensure_out_unknowns", 2),
+    ("batching", "batch_jaxpr", "instantiate", 1),
+)
+
+
+def _passes_once(fun: types.FunctionType) -> types.FunctionType:
+  """Returns a rule of JAX's that passes over each branch once if it can."""
+  modules: dict[str, dict[str, Any]] = {}
+  for module, name, joined, found in _PASSES:
+    make = getattr(fun.__globals__.get(module), name, None)
+    if make is not None:
+      modules.setdefault(module, {})[name] = _OnePass(make, joined, found)
+  names: dict[str, Any] = {
+      module: _Namespace(fun.__globals__[module], **passes)
+      for module, passes in modules.items()}
+  if "_join_cond_outputs" in fun.__globals__:
+    names["_join_cond_outputs"] = _join_outputs_if_different
+  return internals.with_globals(fun, **names)
+
+
+def _join_outputs_if_different(jaxprs, residuals, residual_indices, *args):
+  """`_join_cond_outputs`, which makes each branch anew to add residuals.
+
+  Where each branch has all of the residuals, in their order, none is added.
+  """
+  # Structured residuals stand before the last argument since JAX 0.11.1.
+  *structured, _ = args
+  if not any(map(len, structured)) and all(
+      list(indices) == list(range(len(residuals)))
+      for indices in residual_indices):
+    return tuple(jaxprs)
+  return conditionals._join_cond_outputs(
+      jaxprs, residuals, residual_indices, *args)
 
 
 def _with_cond_p(fun: types.FunctionType, cond) -> types.FunctionType:
@@ -175,9 +255,22 @@ def carries_platforms(rule: Callable) -> Callable:
   def carrying_rule(*args, platforms=None, **params):
     if platforms is None:
       return rule(*args, **params)
-    return _with_cond_p(rule, _WithPlatforms(platforms))(*args, **params)
+    marked = _with_cond_p(_passes_once(rule), _WithPlatforms(platforms))
+    return marked(*args, **params)
 
   return carrying_rule
+
+
+def passes_once(rule: Callable) -> Callable:
+  """For rules of the native era: what `carries_platforms` spares, spared."""
+  rule = internals.undecorated(rule)
+
+  def passing_rule(*args, **params):
+    if params.get(internals.PLATFORMS) is None:
+      return rule(*args, **params)
+    return _passes_once(rule)(*args, **params)
+
+  return passing_rule
 
 
 def ignores_platforms(rule: Callable) -> Callable:
@@ -233,14 +326,17 @@ def partial_eval_custom(rule: Callable) -> Callable:
   def marked(eqn, platforms):
     if eqn is None or eqn.primitive is not cond_p:
       return eqn
-    return eqn.replace(params={**eqn.params, "platforms": platforms})
+    return eqn.replace(params={**eqn.params, internals.PLATFORMS: platforms})
+
+  function = internals.undecorated(rule)
 
   def partial_eval_custom_rule(saveable, unks_in, inst_in, eqn):
-    platforms = eqn.params.get("platforms")
-    known, staged, *rest = rule(saveable, unks_in, inst_in, eqn)
-    if platforms is not None:
-      known, staged = marked(known, platforms), marked(staged, platforms)
-    return known, staged, *rest
+    platforms = eqn.params.get(internals.PLATFORMS)
+    if platforms is None:
+      return rule(saveable, unks_in, inst_in, eqn)
+    known, staged, *rest = _passes_once(function)(
+        saveable, unks_in, inst_in, eqn)
+    return marked(known, platforms), marked(staged, platforms), *rest
 
   return partial_eval_custom_rule
 
@@ -259,12 +355,11 @@ def partial_eval(rule: Callable) -> Callable:
       return rule(trace, *tracers, **params)
     if not tracers[0].is_known():
       return trace.default_process_primitive(cond_p, tracers, params)
-    if internals.native:
-      outs = rule(trace, *tracers, **params)
-    else:
+    once = _passes_once(function)
+    if not internals.native:
       params.pop("platforms")
-      outs = _with_cond_p(function, _WithPlatforms(platforms))(
-          trace, *tracers, **params)
+      once = _with_cond_p(once, _WithPlatforms(platforms))
+    outs = once(trace, *tracers, **params)
     _renew_staged_index(trace, outs, platforms)
     return outs
 
@@ -301,6 +396,8 @@ def _renew_staged_index(trace, outs, platforms) -> None:
 
 def linearize(rule: Callable) -> Callable:
   """For linearization (JAX 0.7.1 and later): the index is no residual."""
+  rule = passes_once(rule)
+
   def linearize_rule(*args, **params):
     out = rule(*args, **params)
     platforms = params.get(internals.PLATFORMS)
