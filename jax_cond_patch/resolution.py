@@ -8,8 +8,9 @@ branches is left: no equation, constant, effect or input.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import enum
+import operator
 
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
@@ -118,6 +119,7 @@ class _Resolver:
     self.platforms = platforms
     self.scope = scope
     self.eqns: list[core.JaxprEqn] = []
+    self.new_var = core.gensym()
     self.changed = False
 
   def jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -145,17 +147,30 @@ class _Resolver:
       return env.get(atom, atom) if isinstance(atom, core.Var) else atom
 
     for eqn in jaxpr.eqns:
-      here = eqn.replace(
-          invars=[read(x) for x in eqn.invars],
-          effects=internals.rename_input_effects(eqn.effects, read))
-      if caller is not None:
-        here = _inherit(here.replace(outvars=[
-            v if isinstance(v, core.DropVar) else internals.new_var(v.aval)
-            for v in eqn.outvars]), caller)
+      here = self.renamed(eqn, read, caller)
       outs = self.eqn(here)
       env.update((v, outs.get(w, w)) for v, w in zip(eqn.outvars, here.outvars)
                  if v is not w or w in outs)
     return [read(x) for x in jaxpr.outvars]
+
+  def renamed(self, eqn: core.JaxprEqn, read: Callable,
+              caller: core.JaxprEqn | None) -> core.JaxprEqn:
+    """Returns an equation with its variables, place and context here."""
+    invars = [read(x) for x in eqn.invars]
+    effects = internals.rename_input_effects(eqn.effects, read)
+    if caller is None:
+      if effects is eqn.effects and all(map(operator.is_, invars, eqn.invars)):
+        return eqn
+      return eqn.replace(invars=invars, effects=effects)
+    outvars = [v if isinstance(v, core.DropVar) else self.new_var(v.aval)
+               for v in eqn.outvars]
+    name_stack = caller.source_info.name_stack + eqn.source_info.name_stack
+    changes = dict(
+        invars=invars, outvars=outvars, effects=effects,
+        source_info=eqn.source_info.replace(name_stack=name_stack))
+    if internals.compute_type(caller) and not internals.compute_type(eqn):
+      changes["ctx"] = caller.ctx
+    return eqn.replace(**changes)
 
   def eqn(self, eqn: core.JaxprEqn) -> dict[core.Var, core.Atom]:
     """Emits one equation, and returns which of its outputs are other atoms."""
@@ -220,7 +235,7 @@ class _Resolver:
 
   def several_owners(self, eqn: core.JaxprEqn, branches: Sequence,
                      owned: tuple[tuple[str, ...], ...]) -> None:
-    index = internals.new_var(eqn.invars[0].aval)
+    index = self.new_var(eqn.invars[0].aval)
     self.eqns.append(eqn.replace(
         invars=[], outvars=[index], primitive=internals.platform_index_p,
         params=internals.platform_index_params(owned), effects=set()))
@@ -244,16 +259,6 @@ class _Resolver:
         f"`{missing[0]}=` or `default=`.")
     self.eqns.append(deferral.deferred_error_eqn(
         eqn, deferral.DeferredError(NotImplementedError, message)))
-
-
-def _inherit(eqn: core.JaxprEqn, caller: core.JaxprEqn) -> core.JaxprEqn:
-  """Gives an equation of a branch the place and context of the conditional."""
-  name_stack = caller.source_info.name_stack + eqn.source_info.name_stack
-  eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=name_stack))
-  ctx = getattr(caller, "ctx", None)
-  if internals.compute_type(ctx) and not internals.compute_type(eqn.ctx):
-    eqn = eqn.replace(ctx=ctx)
-  return eqn
 
 
 def _map_jaxprs(eqn: core.JaxprEqn, fun) -> core.JaxprEqn:

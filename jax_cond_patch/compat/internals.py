@@ -111,10 +111,6 @@ def open_jaxpr(jaxpr) -> core.Jaxpr:
   return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
 
 
-def new_var(aval) -> core.Var:
-  return core.gensym()(aval)
-
-
 def rename_input_effects(effects, rename: Callable):
   """Renames the variables that the effects of an equation are about.
 
@@ -132,8 +128,8 @@ def is_input_effect(effect) -> bool:
   return isinstance(effect, effects_lib.JaxprInputEffect)
 
 
-def compute_type(eqn_ctx) -> str | None:
-  return getattr(eqn_ctx, "compute_type", None)
+def compute_type(eqn: core.JaxprEqn) -> str | None:
+  return getattr(getattr(eqn, "ctx", None), "compute_type", None)
 
 
 def platforms_for_eqn_ctx(eqn_ctx) -> tuple[str, ...]:
@@ -218,8 +214,10 @@ def lowering_platform(shardings: Iterable, jaxpr: core.Jaxpr,
   if context_mesh is not None and not context_mesh.empty:
     for device in getattr(context_mesh, "_flat_devices_tuple", None) or ():
       return _platform_of(device)
-  for sharding in (*shardings,
-                   *(s for s, _ in dispatch.get_intermediate_shardings(jaxpr))):
+  # With one platform there is nothing to find out, and this takes time.
+  inner = (dispatch.get_intermediate_shardings(jaxpr)
+           if len(xla_bridge.backends()) > 1 else ())
+  for sharding in (*shardings, *(s for s, _ in inner)):
     if isinstance(sharding, jax.sharding.Sharding):
       try:
         devices = sharding._device_assignment
