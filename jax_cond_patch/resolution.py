@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import enum
 import operator
+from typing import Any
 
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
@@ -165,7 +166,7 @@ class _Resolver:
     outvars = [v if isinstance(v, core.DropVar) else self.new_var(v.aval)
                for v in eqn.outvars]
     name_stack = caller.source_info.name_stack + eqn.source_info.name_stack
-    changes = dict(
+    changes: dict[str, Any] = dict(
         invars=invars, outvars=outvars, effects=effects,
         source_info=eqn.source_info.replace(name_stack=name_stack))
     if internals.compute_type(caller) and not internals.compute_type(eqn):
