@@ -127,7 +127,6 @@ def _table() -> Sequence[Replacement]:
   from jax_cond_patch.compat import internals
 
   cond_p = internals.cond_p
-  carries, ignores = rules.carries_platforms, rules.ignores_platforms
   made = []
 
   def replace(name, place, make, why):
@@ -148,33 +147,38 @@ def _table() -> Sequence[Replacement]:
   add("pe.partial_eval_jaxpr_custom_rules[platform_index_p]",
       Item(pe.partial_eval_jaxpr_custom_rules, internals.platform_index_p),
       rules.platform_index_partial_eval_custom, index_why)
+  why = "keeps platforms, defers errors"
   replace_rule("pe.custom_partial_eval_rules", pe.custom_partial_eval_rules,
-               rules.partial_eval, "keeps platforms; " + index_why)
-  if hasattr(ad, "primitive_linearizations"):
-    if cond_p in ad.primitive_linearizations:
-      replace_rule("ad.primitive_linearizations", ad.primitive_linearizations,
-                   rules.linearize, index_why)
-
+               rules.partial_eval, f"{why}; {index_why}")
+  replace_rule("pe.partial_eval_jaxpr_custom_rules",
+               pe.partial_eval_jaxpr_custom_rules, rules.partial_eval_custom,
+               why)
+  replace_rule("ad.primitive_jvps", ad.primitive_jvps, rules.jvp, why)
+  if cond_p in getattr(ad, "primitive_linearizations", ()):
+    replace_rule("ad.primitive_linearizations", ad.primitive_linearizations,
+                 rules.linearize, f"{why}; {index_why}")
   if cond_p in ad.primitive_transposes:
     replace_rule("ad.primitive_transposes", ad.primitive_transposes,
-                 rules.transpose, "keeps platforms; " + index_why)
+                 rules.transpose, f"{why}; {index_why}")
     add("ad.primitive_transposes[platform_index_p]",
         Item(ad.primitive_transposes, internals.platform_index_p),
         rules.platform_index_transpose, index_why)
-
+  if cond_p in getattr(ad, "fancy_transposes", ()):
+    replace_rule("ad.fancy_transposes", ad.fancy_transposes,
+                 rules.fancy_transpose, why)
+  replace_rule("batching.fancy_primitive_batchers",
+               batching.fancy_primitive_batchers, rules.batching, why)
+  discharge_rules = discharge._discharge_rules
+  if cond_p in getattr(discharge, "_partial_discharge_rules", ()):
+    discharge_rules = discharge._partial_discharge_rules
+  replace_rule("discharge rules", discharge_rules, rules.discharge, why)
+  replace_rule("checkify.error_checks", checkify.error_checks, rules.checkify,
+               why)
+  if cond_p in internals.remat_rules():
+    replace_rule("remat.rules", internals.remat_rules(), rules.remat, why)
   if not internals.native:
-    why = "keeps platforms"
-    replace_rule("ad.primitive_jvps", ad.primitive_jvps, carries, why)
-    replace_rule("batching.fancy_primitive_batchers",
-                 batching.fancy_primitive_batchers, rules.batching, why)
-    replace_rule(
-        "core.custom_typechecks", core.custom_typechecks, ignores, why)
-    replace_rule("pe.partial_eval_jaxpr_custom_rules",
-                 pe.partial_eval_jaxpr_custom_rules, rules.partial_eval_custom,
-                 why)
-    replace_rule("discharge._partial_discharge_rules",
-                 discharge._partial_discharge_rules, carries, why)
-    replace_rule("checkify.error_checks", checkify.error_checks, carries, why)
+    replace_rule("core.custom_typechecks", core.custom_typechecks,
+                 rules.ignores_platforms, "does not know platforms")
 
   replace("pxla.lower_sharding_computation",
           Attribute(pxla, "lower_sharding_computation"),
