@@ -225,19 +225,28 @@ def _check_version() -> releases.Release:
   return release
 
 
-def activate() -> None:
+def activate(defer: bool | None = None) -> None:
   """Patches JAX, if it is not patched.
+
+  Args:
+    defer: whether a transformation works past branches that it fails on, whose
+      errors come when they are lowered. None for what was chosen before, and at
+      first for what the environment variable `JAX_COND_PATCH_DEFER` says, true
+      by default. If JAX is patched, another choice than before takes effect.
 
   Raises:
     UnsupportedJaxVersionError: the installed JAX is unknown.
-    JaxCondPatchError: something that is to be replaced is missing.
-  In both cases JAX is as it was.
+    JaxCondPatchError: something that is to be replaced is missing, or the
+      environment variable has no known value.
+  In all cases JAX is as it was.
   """
   global _reason
   with _lock:
     if is_active():
+      _choose_deferral(defer)
       return
     _check_version()
+    _choose_deferral(defer)
     prepared = _prepare(table())
     undo: list[tuple[Replacement, Any, Any]] = []
     try:
@@ -251,6 +260,22 @@ def activate() -> None:
     _undo.extend(undo)
     _hide_own_frames()
     _reason = "activated"
+
+
+# Whether errors are deferred; None until something was chosen.
+_defer: bool | None = None
+
+
+def _choose_deferral(defer: bool | None) -> None:
+  global _defer
+  if defer is None:
+    defer = _read_switch(_DEFER_SWITCH) if _defer is None else _defer
+  if defer == _defer:
+    return
+  from jax_cond_patch import deferral
+  _defer = deferral.enabled = defer
+  if is_active():
+    _clear_caches()
 
 
 def _prepare(replacements: Sequence[Replacement]
@@ -356,12 +381,14 @@ class Status:
     jax_version: the installed JAX, or None.
     era: "added" or "native", or None for an unknown JAX.
     replaced: the names of what is replaced now.
+    defers: whether the errors of branches that are not reached are deferred.
   """
   active: bool
   reason: str
   jax_version: str | None
   era: releases.Era | None
   replaced: tuple[str, ...]
+  defers: bool
 
 
 def status() -> Status:
@@ -372,23 +399,30 @@ def status() -> Status:
     return Status(
         active=is_active(), reason=_reason, jax_version=found,
         era=release and release.era,
-        replaced=tuple(replacement.name for replacement, _, _ in _undo))
+        replaced=tuple(replacement.name for replacement, _, _ in _undo),
+        defers=is_active() and bool(_defer))
 
 
 _SWITCH = "JAX_COND_PATCH"
+_DEFER_SWITCH = "JAX_COND_PATCH_DEFER"
 _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
+
+
+def _read_switch(name: str) -> bool:
+  """Reads an environment variable that is on by default."""
+  value = os.environ.get(name, "1")
+  if value.lower() not in _SWITCH_VALUES:
+    raise JaxCondPatchError(
+        f"The environment variable {name} is {value!r}, and must be one of "
+        f"{', '.join(_SWITCH_VALUES)}.")
+  return _SWITCH_VALUES[value.lower()]
 
 
 def activate_on_import() -> None:
   """Activates, unless the environment says no or this JAX is unknown."""
   global _reason
-  switch = os.environ.get(_SWITCH, "1")
-  if switch.lower() not in _SWITCH_VALUES:
-    raise JaxCondPatchError(
-        f"The environment variable {_SWITCH} is {switch!r}, and must be one of "
-        f"{', '.join(_SWITCH_VALUES)}.")
-  if not _SWITCH_VALUES[switch.lower()]:
-    _reason = f"{_SWITCH}={switch}"
+  if not _read_switch(_SWITCH):
+    _reason = f"{_SWITCH}={os.environ[_SWITCH]}"
     return
   try:
     activate()

@@ -64,8 +64,8 @@ class DeferredError:
     return exception
 
 
-# deferred_error_p: raises if it is lowered. What it takes is what its outputs
-# depend on, so that a transformation treats both alike.
+# deferred_error_p: raises if it is lowered. It takes what its outputs depend on:
+# these are unknown, have tangents, and so on, where an operand does.
 
 # Of an error that must not be lost, though its outputs are not used. JAX allows
 # it wherever it allows debug callbacks.
@@ -97,17 +97,17 @@ def deferred_error_lowering(ctx, *_, error: DeferredError, **__):
 def _deferred_error_jvp(primals, tangents, *, out_avals, **params):
   outs = deferred_error_p.bind(*primals, out_avals=out_avals, **params)
   return outs, _deferred_tangents(
-      tangents, out_avals, [True] * len(out_avals), params["error"])
+      primals, tangents, out_avals, [True] * len(out_avals), params["error"])
 
 
-def _deferred_tangents(tangents, out_avals, nonzero: Sequence[bool],
+def _deferred_tangents(primals, tangents, out_avals, nonzero: Sequence[bool],
                        error: DeferredError):
-  """Tangents that depend on the given ones, or zeros where these do not."""
+  """The error as tangents, or zeros for outputs without."""
   avals = [aval.to_tangent_aval() for aval in out_avals]
   deferred = [nz and getattr(aval, "dtype", None) != dtypes.float0
               for nz, aval in zip(nonzero, avals)]
   outs = iter(deferred_error_p.bind(
-      *(t for t in tangents if type(t) is not ad.Zero), error=error,
+      *primals, *(t for t in tangents if type(t) is not ad.Zero), error=error,
       out_avals=tuple(a for a, d in zip(avals, deferred) if d),
       effectful=False))
   return [next(outs) if d else ad.Zero(a) for a, d in zip(avals, deferred)]
@@ -117,6 +117,7 @@ def _deferred_error_transpose(cts, *args, error, effectful, out_avals):
   del out_avals
   linear = [ad.is_undefined_primal(x) for x in args]
   outs = iter(deferred_error_p.bind(
+      *(x for x, l in zip(args, linear) if not l),
       *(ct for ct in cts if type(ct) is not ad.Zero), error=error,
       effectful=effectful,
       out_avals=tuple(internals.cotangent_aval(x.aval)
@@ -163,7 +164,8 @@ def _undifferentiable_abstract_eval(*_, jaxpr, **__):
 
 def _undifferentiable_jvp(primals, tangents, *, jaxpr, nonzero, error):
   outs = core.jaxpr_as_fun(jaxpr)(*primals)
-  return outs, _deferred_tangents(tangents, jaxpr.out_avals, nonzero, error)
+  return outs, _deferred_tangents(
+      primals, tangents, jaxpr.out_avals, nonzero, error)
 
 
 ad.primitive_jvps[undifferentiable_p] = _undifferentiable_jvp
@@ -230,6 +232,7 @@ def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
   except Exception as error:
     if not enabled or len(branches) == 1:
       raise
+    branches = tuple(map(_with_own_effects, branches))
     errors = []
     for branch, names in zip(branches, platforms):
       try:
@@ -252,6 +255,16 @@ def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
       return rule(cond, stand_ins)
     except Exception:
       raise error
+
+
+def _with_own_effects(branch):
+  """Takes off the effects that JAX has given a branch for those of others."""
+  def own(jaxpr):
+    of_eqns = {e for eqn in jaxpr.eqns for e in eqn.effects}
+    effects = {e for e in jaxpr.effects
+               if internals.is_input_effect(e) or e in of_eqns}
+    return jaxpr.replace(effects=effects, debug_info=jaxpr.debug_info)
+  return internals.map_jaxpr(own, branch)
 
 
 def _deferred(error: Exception, names: tuple[str, ...] | None,
@@ -310,8 +323,7 @@ def _stand_in(branch, changed: Sequence[bool], error: DeferredError,
     deferred = [v for v, nz in zip(outvars, nonzero) if nz]
     params = dict(error=error, out_avals=tuple(v.aval for v in deferred),
                   effectful=bool(jaxpr.effects))
-    operands = [v for v, c in zip(jaxpr.invars, changed)
-                if c and not internals.is_ref(v.aval)]
+    operands = [v for v in jaxpr.invars if not internals.is_ref(v.aval)]
     eqns = [eqn for eqn in jaxpr.eqns
             if not any(map(is_dependent, eqn.outvars)) and not eqn.effects]
     eqns.append(core.new_jaxpr_eqn(
