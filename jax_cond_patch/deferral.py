@@ -338,9 +338,10 @@ def _contains(variables: set) -> Callable[[core.Atom], bool]:
   return lambda atom: isinstance(atom, core.Var) and atom in variables
 
 
-# Where linearization is a jvp and then its partial evaluation, a kernel whose
-# jvp is one operation computes its primal output and its tangent together, and
-# both are unknown. It is the end of the partial evaluation that refuses this.
+# A kernel whose jvp is one operation computes its primal output together with
+# the tangent. Where the tangent is unknown, or mapped, so is the primal output
+# then; and what is refused is not this, but what JAX makes of it at the end:
+# linearization by a jvp and its partial evaluation, or `jax.jacfwd`.
 
 # The branches that branches are the jvp of.
 _primal_branches: weakref.WeakKeyDictionary[core.Jaxpr, Any] = (
@@ -357,25 +358,33 @@ def record_jvp(branches: Sequence, branches_jvp: Sequence) -> None:
         lambda j: j.replace(), branch)
 
 
-def partial_eval_jaxpr(original: Callable) -> Callable:
-  """Makes one of JAX's partial evaluations of a jaxpr know a jvp's primals.
+def spares_primals(original: Callable, outputs_at: int) -> Callable:
+  """Makes one of JAX's transformations of a jaxpr know a jvp's primals.
 
-  Where a primal output of the jvp of a branch comes out unknown, it is computed
-  by the branch itself, and by the jvp once more with the tangent.
+  Where a primal output of the jvp of a branch is transformed, and would not be
+  if it were computed apart, it is computed by the branch itself, and by the jvp
+  once more with the tangent.
+
+  Args:
+    original: JAX's transformation, a function of a jaxpr.
+    outputs_at: where, in what it returns, stands which outputs are transformed.
+
+  Returns:
+    A function of the same signature.
   """
-  def partial_eval(jaxpr, *args, **kwargs):
+  def sparing(jaxpr, *args, **kwargs):
     result = original(jaxpr, *args, **kwargs)
     primal = _primal_branches.get(internals.open_jaxpr(jaxpr))
     if primal is None or primal.effects:
       return result
-    num_primals = len(primal.out_avals)
-    num_unknown = lambda result: sum(result[2][:num_primals])
-    if not num_unknown(result):
+    num_transformed = lambda result: sum(
+        result[outputs_at][:len(primal.out_avals)])
+    if not num_transformed(result):
       return result
     split = original(_with_primals_of(primal, jaxpr), *args, **kwargs)
-    return split if num_unknown(split) < num_unknown(result) else result
+    return min(result, split, key=num_transformed)
 
-  return partial_eval
+  return sparing
 
 
 def _with_primals_of(primal, jvp):

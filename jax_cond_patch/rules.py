@@ -19,6 +19,7 @@ from typing import Any
 
 from jax._src import core
 from jax._src.interpreters import ad
+from jax._src.interpreters import batching as batching_lib
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import conditionals
 
@@ -199,8 +200,8 @@ def _run(rule: types.FunctionType, cond, args, params,
       run, cond, params["branches"], platforms, transformation, args)
 
 
-def carries_platforms(rule: Callable, transformation: deferral.Transformation
-                      ) -> Callable:
+def carries_platforms(rule: Callable, transformation: deferral.Transformation,
+                      **names) -> Callable:
   """For rules that bind `cond_p`: transpose, checkify, discharge, ..."""
   function = internals.undecorated(rule)
 
@@ -210,7 +211,7 @@ def carries_platforms(rule: Callable, transformation: deferral.Transformation
       return rule(*args, **params)
     # Since JAX has the param, its rules pass it on by themselves.
     cond = cond_p if internals.native else _WithPlatforms(platforms)
-    return _run(function, cond, args, params, transformation)
+    return _run(function, cond, args, params, transformation, **names)
 
   return carrying_rule
 
@@ -283,6 +284,13 @@ def transpose(rule: Callable) -> Callable:
   return transpose_rule
 
 
+def _sparing_primals(module, outputs_at: int, *names: str) -> _Namespace:
+  """A module whose transformations spare the primal outputs of a jvp."""
+  return _Namespace(module, **{
+      name: deferral.spares_primals(getattr(module, name), outputs_at)
+      for name in names if hasattr(module, name)})
+
+
 def batching(rule: Callable) -> Callable:
   """For the batching rule, which binds `cond_p` if the index is not mapped.
 
@@ -290,9 +298,12 @@ def batching(rule: Callable) -> Callable:
   mapped nevertheless is made again, as JAX does since 0.6.2:
   https://github.com/jax-ml/jax/issues/29329.
   """
-  carrying_rule = carries_platforms(rule, deferral.Transformation(
+  transformation = deferral.Transformation(
       "batching (vmap)",
-      changed=lambda axis_data, args, dims: [d is not None for d in dims]))
+      changed=lambda axis_data, args, dims: [d is not None for d in dims])
+  carrying_rule = carries_platforms(
+      rule, transformation,
+      batching=_sparing_primals(batching_lib, 1, "batch_jaxpr"))
 
   def batching_rule(axis_data, args, dims, **params):
     platforms = params.get(internals.PLATFORMS)
@@ -307,13 +318,9 @@ def batching(rule: Callable) -> Callable:
 _PARTIAL_EVALUATION = "partial evaluation (of reverse-mode differentiation)"
 
 
-def _partial_evaluations():
-  """The `pe` of JAX's rules for partial evaluation."""
-  names = ("partial_eval_jaxpr_nounits", "partial_eval_jaxpr_nounits_fwd",
-           "partial_eval_jaxpr_custom")
-  return _Namespace(pe, **{
-      name: deferral.partial_eval_jaxpr(getattr(pe, name))
-      for name in names if hasattr(pe, name)})
+_partial_evaluations = functools.partial(
+    _sparing_primals, pe, 2, "partial_eval_jaxpr_nounits",
+    "partial_eval_jaxpr_nounits_fwd", "partial_eval_jaxpr_custom")
 
 
 def partial_eval_custom(rule: Callable) -> Callable:
