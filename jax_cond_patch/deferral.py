@@ -79,46 +79,46 @@ deferred_error_p.multiple_results = True
 
 
 @deferred_error_p.def_impl
-def _deferred_error_impl(*_, error: DeferredError, **__):
-  raise error.exception()
+def _deferred_error_impl(*_, deferred: DeferredError, **__):
+  raise deferred.exception()
 
 
 @deferred_error_p.def_effectful_abstract_eval
-def _deferred_error_abstract_eval(*_, error, out_avals, effectful):
-  del error
+def _deferred_error_abstract_eval(*_, deferred, out_avals, effectful):
+  del deferred
   return list(out_avals), {deferred_error_effect} if effectful else set()
 
 
-def deferred_error_lowering(ctx, *_, error: DeferredError, **__):
+def deferred_error_lowering(ctx, *_, deferred: DeferredError, **__):
   del ctx
-  raise error.exception()
+  raise deferred.exception()
 
 
 def _deferred_error_jvp(primals, tangents, *, out_avals, **params):
   outs = deferred_error_p.bind(*primals, out_avals=out_avals, **params)
   return outs, _deferred_tangents(
-      primals, tangents, out_avals, [True] * len(out_avals), params["error"])
+      primals, tangents, out_avals, [True] * len(out_avals), params["deferred"])
 
 
 def _deferred_tangents(primals, tangents, out_avals, nonzero: Sequence[bool],
                        error: DeferredError):
   """The error as tangents, or zeros for outputs without."""
   avals = [aval.to_tangent_aval() for aval in out_avals]
-  deferred = [nz and getattr(aval, "dtype", None) != dtypes.float0
+  has_tangent = [nz and getattr(aval, "dtype", None) != dtypes.float0
               for nz, aval in zip(nonzero, avals)]
   outs = iter(deferred_error_p.bind(
-      *primals, *(t for t in tangents if type(t) is not ad.Zero), error=error,
-      out_avals=tuple(a for a, d in zip(avals, deferred) if d),
+      *primals, *(t for t in tangents if type(t) is not ad.Zero), deferred=error,
+      out_avals=tuple(a for a, d in zip(avals, has_tangent) if d),
       effectful=False))
-  return [next(outs) if d else ad.Zero(a) for a, d in zip(avals, deferred)]
+  return [next(outs) if d else ad.Zero(a) for a, d in zip(avals, has_tangent)]
 
 
-def _deferred_error_transpose(cts, *args, error, effectful, out_avals):
+def _deferred_error_transpose(cts, *args, deferred, effectful, out_avals):
   del out_avals
   linear = [ad.is_undefined_primal(x) for x in args]
   outs = iter(deferred_error_p.bind(
       *(x for x, l in zip(args, linear) if not l),
-      *(ct for ct in cts if type(ct) is not ad.Zero), error=error,
+      *(ct for ct in cts if type(ct) is not ad.Zero), deferred=deferred,
       effectful=effectful,
       out_avals=tuple(internals.cotangent_aval(x.aval)
                       for x, l in zip(args, linear) if l)))
@@ -140,7 +140,7 @@ batching.primitive_batchers[deferred_error_p] = _deferred_error_batching
 def deferred_error_eqn(eqn: core.JaxprEqn, error: DeferredError
                        ) -> core.JaxprEqn:
   """Returns an equation with the outputs of `eqn` that raises when lowered."""
-  params = dict(error=error, out_avals=tuple(v.aval for v in eqn.outvars),
+  params = dict(deferred=error, out_avals=tuple(v.aval for v in eqn.outvars),
                 effectful=bool(eqn.effects))
   return eqn.replace(invars=[], primitive=deferred_error_p, params=params,
                      effects=_effects(params))
@@ -321,7 +321,7 @@ def _stand_in(branch, changed: Sequence[bool], error: DeferredError,
     outvars = [internals.new_var(v.aval) if nz else v
                for v, nz in zip(jaxpr.outvars, nonzero)]
     deferred = [v for v, nz in zip(outvars, nonzero) if nz]
-    params = dict(error=error, out_avals=tuple(v.aval for v in deferred),
+    params = dict(deferred=error, out_avals=tuple(v.aval for v in deferred),
                   effectful=bool(jaxpr.effects))
     operands = [v for v in jaxpr.invars if not internals.is_ref(v.aval)]
     eqns = [eqn for eqn in jaxpr.eqns
