@@ -127,7 +127,6 @@ def _table() -> Sequence[Replacement]:
   from jax_cond_patch.compat import internals
 
   cond_p = internals.cond_p
-  carries, ignores = rules.carries_platforms, rules.ignores_platforms
   made = []
 
   def replace(name, place, make, why):
@@ -148,39 +147,38 @@ def _table() -> Sequence[Replacement]:
   add("pe.partial_eval_jaxpr_custom_rules[platform_index_p]",
       Item(pe.partial_eval_jaxpr_custom_rules, internals.platform_index_p),
       rules.platform_index_partial_eval_custom, index_why)
+  why = "keeps platforms, defers errors"
   replace_rule("pe.custom_partial_eval_rules", pe.custom_partial_eval_rules,
-               rules.partial_eval, "keeps platforms; " + index_why)
-  if hasattr(ad, "primitive_linearizations"):
-    if cond_p in ad.primitive_linearizations:
-      replace_rule("ad.primitive_linearizations", ad.primitive_linearizations,
-                   rules.linearize, index_why)
-
+               rules.partial_eval, f"{why}; {index_why}")
+  replace_rule("pe.partial_eval_jaxpr_custom_rules",
+               pe.partial_eval_jaxpr_custom_rules, rules.partial_eval_custom,
+               why)
+  replace_rule("ad.primitive_jvps", ad.primitive_jvps, rules.jvp, why)
+  if cond_p in getattr(ad, "primitive_linearizations", ()):
+    replace_rule("ad.primitive_linearizations", ad.primitive_linearizations,
+                 rules.linearize, f"{why}; {index_why}")
   if cond_p in ad.primitive_transposes:
     replace_rule("ad.primitive_transposes", ad.primitive_transposes,
-                 rules.transpose, "keeps platforms; " + index_why)
+                 rules.transpose, f"{why}; {index_why}")
     add("ad.primitive_transposes[platform_index_p]",
         Item(ad.primitive_transposes, internals.platform_index_p),
         rules.platform_index_transpose, index_why)
-
-  once_why = "passes over each branch once"
-  replace_rule("pe.partial_eval_jaxpr_custom_rules",
-               pe.partial_eval_jaxpr_custom_rules, rules.partial_eval_custom,
-               "keeps platforms; " + once_why)
-  if internals.native:
-    replace_rule("ad.primitive_jvps", ad.primitive_jvps, rules.passes_once,
-                 once_why)
-    replace_rule("batching.fancy_primitive_batchers",
-                 batching.fancy_primitive_batchers, rules.passes_once, once_why)
-  else:
-    why = "keeps platforms; " + once_why
-    replace_rule("ad.primitive_jvps", ad.primitive_jvps, carries, why)
-    replace_rule("batching.fancy_primitive_batchers",
-                 batching.fancy_primitive_batchers, rules.batching, why)
-    replace_rule(
-        "core.custom_typechecks", core.custom_typechecks, ignores, why)
-    replace_rule("discharge._partial_discharge_rules",
-                 discharge._partial_discharge_rules, carries, why)
-    replace_rule("checkify.error_checks", checkify.error_checks, carries, why)
+  if cond_p in getattr(ad, "fancy_transposes", ()):
+    replace_rule("ad.fancy_transposes", ad.fancy_transposes,
+                 rules.fancy_transpose, why)
+  replace_rule("batching.fancy_primitive_batchers",
+               batching.fancy_primitive_batchers, rules.batching, why)
+  discharge_rules = discharge._discharge_rules
+  if cond_p in getattr(discharge, "_partial_discharge_rules", ()):
+    discharge_rules = discharge._partial_discharge_rules
+  replace_rule("discharge rules", discharge_rules, rules.discharge, why)
+  replace_rule("checkify.error_checks", checkify.error_checks, rules.checkify,
+               why)
+  if cond_p in internals.remat_rules():
+    replace_rule("remat.rules", internals.remat_rules(), rules.remat, why)
+  if not internals.native:
+    replace_rule("core.custom_typechecks", core.custom_typechecks,
+                 rules.ignores_platforms, "does not know platforms")
 
   replace("pxla.lower_sharding_computation",
           Attribute(pxla, "lower_sharding_computation"),
@@ -227,19 +225,28 @@ def _check_version() -> releases.Release:
   return release
 
 
-def activate() -> None:
+def activate(defer: bool | None = None) -> None:
   """Patches JAX, if it is not patched.
+
+  Args:
+    defer: whether a transformation works past branches that it fails on, whose
+      errors come when they are lowered. None for what was chosen before, and at
+      first for what the environment variable `JAX_COND_PATCH_DEFER` says, true
+      by default. If JAX is patched, another choice than before takes effect.
 
   Raises:
     UnsupportedJaxVersionError: the installed JAX is unknown.
-    JaxCondPatchError: something that is to be replaced is missing.
-  In both cases JAX is as it was.
+    JaxCondPatchError: something that is to be replaced is missing, or the
+      environment variable has no known value.
+  In all cases JAX is as it was.
   """
   global _reason
   with _lock:
     if is_active():
+      _choose_deferral(defer)
       return
     _check_version()
+    _choose_deferral(defer)
     prepared = _prepare(table())
     undo: list[tuple[Replacement, Any, Any]] = []
     try:
@@ -253,6 +260,22 @@ def activate() -> None:
     _undo.extend(undo)
     _hide_own_frames()
     _reason = "activated"
+
+
+# Whether errors are deferred; None until something was chosen.
+_defer: bool | None = None
+
+
+def _choose_deferral(defer: bool | None) -> None:
+  global _defer
+  if defer is None:
+    defer = _read_switch(_DEFER_SWITCH) if _defer is None else _defer
+  if defer == _defer:
+    return
+  from jax_cond_patch import deferral
+  _defer = deferral.enabled = defer
+  if is_active():
+    _clear_caches()
 
 
 def _prepare(replacements: Sequence[Replacement]
@@ -358,12 +381,14 @@ class Status:
     jax_version: the installed JAX, or None.
     era: "added" or "native", or None for an unknown JAX.
     replaced: the names of what is replaced now.
+    defers: whether the errors of branches that are not reached are deferred.
   """
   active: bool
   reason: str
   jax_version: str | None
   era: releases.Era | None
   replaced: tuple[str, ...]
+  defers: bool
 
 
 def status() -> Status:
@@ -374,23 +399,30 @@ def status() -> Status:
     return Status(
         active=is_active(), reason=_reason, jax_version=found,
         era=release and release.era,
-        replaced=tuple(replacement.name for replacement, _, _ in _undo))
+        replaced=tuple(replacement.name for replacement, _, _ in _undo),
+        defers=is_active() and bool(_defer))
 
 
 _SWITCH = "JAX_COND_PATCH"
+_DEFER_SWITCH = "JAX_COND_PATCH_DEFER"
 _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
+
+
+def _read_switch(name: str) -> bool:
+  """Reads an environment variable that is on by default."""
+  value = os.environ.get(name, "1")
+  if value.lower() not in _SWITCH_VALUES:
+    raise JaxCondPatchError(
+        f"The environment variable {name} is {value!r}, and must be one of "
+        f"{', '.join(_SWITCH_VALUES)}.")
+  return _SWITCH_VALUES[value.lower()]
 
 
 def activate_on_import() -> None:
   """Activates, unless the environment says no or this JAX is unknown."""
   global _reason
-  switch = os.environ.get(_SWITCH, "1")
-  if switch.lower() not in _SWITCH_VALUES:
-    raise JaxCondPatchError(
-        f"The environment variable {_SWITCH} is {switch!r}, and must be one of "
-        f"{', '.join(_SWITCH_VALUES)}.")
-  if not _SWITCH_VALUES[switch.lower()]:
-    _reason = f"{_SWITCH}={switch}"
+  if not _read_switch(_SWITCH):
+    _reason = f"{_SWITCH}={os.environ[_SWITCH]}"
     return
   try:
     activate()

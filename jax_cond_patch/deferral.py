@@ -1,50 +1,409 @@
-"""Equations that stand for an error, and raise it when they are lowered.
+"""Errors of code that may not be reached, kept until it is.
 
 A program may hold code that cannot be lowered or transformed for some
 platforms and is not reached on others. Whether it is reached is known when it
-is lowered, so the error waits until then.
+is lowered, so the error waits until then: it becomes an equation that raises it
+when it is lowered.
+
+A rule of JAX's for conditionals transforms each branch. Where it raises, it is
+tried on each branch alone. If it raises for some of them only, these are
+replaced by branches that hold the error, and the rule is run again.
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
 from typing import Any
+import weakref
 
 from jax._src import core
+from jax._src import debugging
+from jax._src import dtypes
+from jax._src import source_info_util
+from jax._src.interpreters import ad
+from jax._src.interpreters import batching
+
+from jax_cond_patch import platforms as platforms_lib
+from jax_cond_patch.compat import internals
+
+# Whether errors of transformations are deferred. `activate` sets it.
+enabled = True
 
 
+@dataclasses.dataclass(frozen=True)
 class DeferredError:
   """An error to raise when an equation is lowered.
+
+  It holds nothing of the exception but its class and text, and so is the same
+  whenever the same program is traced.
 
   Attributes:
     type: the class of the exception.
     message: its text.
   """
-  __slots__ = ("type", "message")
-
-  def __init__(self, type_: type[Exception], message: str):
-    self.type = type_
-    self.message = message
+  type: type[Exception]
+  message: str
 
   def __repr__(self) -> str:
     return f"{self.type.__name__}({self.message!r})"
 
+  def exception(self) -> Exception:
+    """Makes the exception anew."""
+    try:
+      exception = self.type(self.message)
+      if self.message in str(exception):
+        return exception
+    except Exception:
+      pass
+    # Its class wants other arguments than a text, or shows them otherwise.
+    as_text = type(self.type.__name__, (self.type,), dict(
+        __init__=lambda self, *_: None, __module__=self.type.__module__,
+        __str__=lambda self: self.args[0]))
+    exception = as_text.__new__(as_text, self.message)
+    exception.args = (self.message,)
+    return exception
 
+
+# deferred_error_p: raises if it is lowered. It takes what its outputs depend on:
+# these are unknown, have tangents, and so on, where an operand does.
+
+# Of an error that must not be lost, though its outputs are not used. JAX allows
+# it wherever it allows debug callbacks.
+class DeferredErrorEffect(debugging.DebugEffect):
+  __str__ = lambda self: "DeferredError"
+
+
+deferred_error_effect = DeferredErrorEffect()
 deferred_error_p = core.Primitive("deferred_error")
 deferred_error_p.multiple_results = True
 
 
-@deferred_error_p.def_abstract_eval
-def _deferred_error_abstract_eval(*_, error, out_avals):
-  del error
-  return list(out_avals)
+@deferred_error_p.def_impl
+def _deferred_error_impl(*_, deferred: DeferredError, **__):
+  raise deferred.exception()
 
 
-def deferred_error_lowering(ctx, *_, error: DeferredError, out_avals: Any):
-  del ctx, out_avals
-  raise error.type(error.message)
+@deferred_error_p.def_effectful_abstract_eval
+def _deferred_error_abstract_eval(*_, deferred, out_avals, effectful):
+  del deferred
+  return list(out_avals), {deferred_error_effect} if effectful else set()
+
+
+def deferred_error_lowering(ctx, *_, deferred: DeferredError, **__):
+  del ctx
+  raise deferred.exception()
+
+
+def _deferred_error_jvp(primals, tangents, *, out_avals, **params):
+  outs = deferred_error_p.bind(*primals, out_avals=out_avals, **params)
+  return outs, _deferred_tangents(
+      primals, tangents, out_avals, [True] * len(out_avals), params["deferred"])
+
+
+def _deferred_tangents(primals, tangents, out_avals, nonzero: Sequence[bool],
+                       error: DeferredError):
+  """The error as tangents, or zeros for outputs without."""
+  avals = [aval.to_tangent_aval() for aval in out_avals]
+  has_tangent = [nz and getattr(aval, "dtype", None) != dtypes.float0
+              for nz, aval in zip(nonzero, avals)]
+  outs = iter(deferred_error_p.bind(
+      *primals, *(t for t in tangents if type(t) is not ad.Zero), deferred=error,
+      out_avals=tuple(a for a, d in zip(avals, has_tangent) if d),
+      effectful=False))
+  return [next(outs) if d else ad.Zero(a) for a, d in zip(avals, has_tangent)]
+
+
+def _deferred_error_transpose(cts, *args, deferred, effectful, out_avals):
+  del out_avals
+  linear = [ad.is_undefined_primal(x) for x in args]
+  outs = iter(deferred_error_p.bind(
+      *(x for x, l in zip(args, linear) if not l),
+      *(ct for ct in cts if type(ct) is not ad.Zero), deferred=deferred,
+      effectful=effectful,
+      out_avals=tuple(internals.cotangent_aval(x.aval)
+                      for x, l in zip(args, linear) if l)))
+  return [next(outs) if l else None for l in linear]
+
+
+def _deferred_error_batching(args, dims, **params):
+  # The outputs are the same for all elements of the batch: none has a value.
+  del dims
+  outs = deferred_error_p.bind(*args, **params)
+  return outs, [None] * len(outs)
+
+
+ad.primitive_jvps[deferred_error_p] = _deferred_error_jvp
+ad.primitive_transposes[deferred_error_p] = _deferred_error_transpose
+batching.primitive_batchers[deferred_error_p] = _deferred_error_batching
 
 
 def deferred_error_eqn(eqn: core.JaxprEqn, error: DeferredError
                        ) -> core.JaxprEqn:
   """Returns an equation with the outputs of `eqn` that raises when lowered."""
-  params = dict(error=error, out_avals=tuple(v.aval for v in eqn.outvars))
-  return eqn.replace(invars=[], primitive=deferred_error_p, params=params)
+  params = dict(deferred=error, out_avals=tuple(v.aval for v in eqn.outvars),
+                effectful=bool(eqn.effects))
+  return eqn.replace(invars=[], primitive=deferred_error_p, params=params,
+                     effects=_effects(params))
+
+
+def _effects(params) -> set:
+  return {deferred_error_effect} if params["effectful"] else set()
+
+
+# undifferentiable_p: a branch that cannot be differentiated. It only ever meets
+# differentiation, which leaves its primal outputs and an error for the others.
+
+undifferentiable_p = core.Primitive("undifferentiable")
+undifferentiable_p.multiple_results = True
+
+
+@undifferentiable_p.def_effectful_abstract_eval
+def _undifferentiable_abstract_eval(*_, jaxpr, **__):
+  return jaxpr.out_avals, jaxpr.effects
+
+
+def _undifferentiable_jvp(primals, tangents, *, jaxpr, nonzero, error):
+  outs = core.jaxpr_as_fun(jaxpr)(*primals)
+  return outs, _deferred_tangents(
+      primals, tangents, jaxpr.out_avals, nonzero, error)
+
+
+ad.primitive_jvps[undifferentiable_p] = _undifferentiable_jvp
+
+
+# Running JAX's rules.
+
+class _Done(BaseException):
+  """Raised where a rule that is tried binds its conditional."""
+
+
+class _Trial:
+  """Stands for `cond_p` in a rule that is tried.
+
+  All of JAX's rules transform all branches before they bind a conditional.
+  Nothing has been done by then that could be seen from outside.
+  """
+
+  def bind(self, *_, **__):
+    raise _Done
+
+  def __getattr__(self, name):
+    return getattr(internals.cond_p, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformation:
+  """What a rule does to the branches of a conditional.
+
+  Attributes:
+    name: what it is called in messages.
+    changed: says, given the arguments of the rule, for each operand of the
+      conditional whether the transformation changes it: has a tangent, is
+      mapped, ...; the index comes first. None for all.
+    differentiates: whether the rule gives each output a tangent.
+  """
+  name: str
+  changed: Callable[..., Sequence[bool]] | None = None
+  differentiates: bool = False
+
+
+def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
+        platforms: platforms_lib.BranchesPlatforms,
+        transformation: Transformation, args: Sequence):
+  """Runs a rule for a platform conditional, past branches that it fails on.
+
+  Args:
+    rule: runs the rule, given what is to stand for `cond_p` in it, and
+      branches.
+    cond: what stands for `cond_p`.
+    branches: the branches of the conditional.
+    platforms: the platforms of the branches.
+    transformation: what the rule does.
+    args: the arguments of the rule.
+
+  Returns:
+    What the rule returns.
+
+  Raises:
+    Exception: what the rule raises, if it does so for every branch.
+  """
+  try:
+    return rule(cond, branches)
+  except Exception as error:
+    if not enabled or len(branches) == 1:
+      raise
+    branches = tuple(map(_with_own_effects, branches))
+    errors = []
+    for branch, names in zip(branches, platforms):
+      try:
+        rule(_Trial(), (branch,) * len(branches))
+      except _Done:
+        errors.append(None)
+      except Exception as branch_error:
+        errors.append(_deferred(branch_error, names, transformation))
+      else:  # it has no conditional to bind
+        errors.append(None)
+    if all(errors) or not any(errors):
+      raise
+    changed = (transformation.changed(*args)[1:] if transformation.changed
+               else [True] * len(branches[0].in_avals))
+    stand_ins = tuple(
+        branch if e is None else _stand_in(
+            branch, changed, e, transformation.differentiates)
+        for branch, e in zip(branches, errors))
+    try:
+      return rule(cond, stand_ins)
+    except Exception:
+      raise error
+
+
+def _with_own_effects(branch):
+  """Takes off the effects that JAX has given a branch for those of others."""
+  def own(jaxpr):
+    of_eqns = {e for eqn in jaxpr.eqns for e in eqn.effects}
+    effects = {e for e in jaxpr.effects
+               if internals.is_input_effect(e) or e in of_eqns}
+    return jaxpr.replace(effects=effects, debug_info=jaxpr.debug_info)
+  return internals.map_jaxpr(own, branch)
+
+
+def _deferred(error: Exception, names: tuple[str, ...] | None,
+              transformation: Transformation) -> DeferredError:
+  branch = ("default branch" if names is None else
+            f"branch for {', '.join(map(repr, names))}")
+  return DeferredError(type(error), (
+      f"{error}\n\nThis error was deferred by jax_cond_patch. The {branch} of "
+      f"platform_dependent raised it under {transformation.name}, at "
+      f"{_location(error)}. It comes now, since the program is lowered for a "
+      "platform that runs this branch."))
+
+
+def _location(error: Exception) -> str:
+  """Where in the user's code the operation is that a rule failed on."""
+  found = internals.user_location(source_info_util.current())
+  traceback = error.__traceback__
+  while traceback is not None:
+    # All of JAX's interpreters of jaxprs call it so.
+    eqn = traceback.tb_frame.f_locals.get("eqn")
+    if isinstance(eqn, core.JaxprEqn):
+      found = source_info_util.summarize(eqn.source_info) or found
+    traceback = traceback.tb_next
+  return found
+
+
+def _stand_in(branch, changed: Sequence[bool], error: DeferredError,
+              differentiates: bool):
+  """Replaces a branch by one with the same inputs and outputs.
+
+  Args:
+    branch: the branch, on which a rule fails.
+    changed: for each input, whether the transformation changes it.
+    error: the error that the rule raises.
+    differentiates: whether the rule gives each output a tangent.
+
+  Returns:
+    A branch whose outputs that depend on a changed input are the error, or, if
+    the rule differentiates, have the error as their tangents.
+  """
+  jaxpr = internals.open_jaxpr(branch)
+  dependent = {v for v, c in zip(jaxpr.invars, changed) if c}
+  for eqn in jaxpr.eqns:
+    if eqn.effects or any(map(_contains(dependent), eqn.invars)):
+      dependent.update(eqn.outvars)
+  is_dependent = _contains(dependent)
+  nonzero = tuple(map(is_dependent, jaxpr.outvars))
+  if differentiates:
+    outvars = [internals.new_var(v.aval) for v in jaxpr.outvars]
+    eqns = [core.new_jaxpr_eqn(
+        jaxpr.invars, outvars, undifferentiable_p,
+        dict(jaxpr=branch, nonzero=nonzero, error=error), jaxpr.effects)]
+  else:
+    outvars = [internals.new_var(v.aval) if nz else v
+               for v, nz in zip(jaxpr.outvars, nonzero)]
+    deferred = [v for v, nz in zip(outvars, nonzero) if nz]
+    params = dict(deferred=error, out_avals=tuple(v.aval for v in deferred),
+                  effectful=bool(jaxpr.effects))
+    operands = [v for v in jaxpr.invars if not internals.is_ref(v.aval)]
+    eqns = [eqn for eqn in jaxpr.eqns
+            if not any(map(is_dependent, eqn.outvars)) and not eqn.effects]
+    eqns.append(core.new_jaxpr_eqn(
+        operands, deferred, deferred_error_p, params, _effects(params)))
+  effects = core.join_effects(*(eqn.effects for eqn in eqns))
+  return internals.map_jaxpr(lambda j: j.replace(
+      eqns=eqns, outvars=outvars, effects=effects, debug_info=j.debug_info),
+                             branch)
+
+
+def _contains(variables: set) -> Callable[[core.Atom], bool]:
+  return lambda atom: isinstance(atom, core.Var) and atom in variables
+
+
+# A kernel whose jvp is one operation computes its primal output together with
+# the tangent. Where the tangent is unknown, or mapped, so is the primal output
+# then; and what is refused is not this, but what JAX makes of it at the end:
+# linearization by a jvp and its partial evaluation, or `jax.jacfwd`.
+
+# The branches that branches are the jvp of.
+_primal_branches: weakref.WeakKeyDictionary[core.Jaxpr, Any] = (
+    weakref.WeakKeyDictionary())
+
+
+def record_jvp(branches: Sequence, branches_jvp: Sequence) -> None:
+  """Remembers what some branches are the jvp of."""
+  if not enabled:
+    return
+  for branch, branch_jvp in zip(branches, branches_jvp):
+    # A copy, since JAX keeps the jvp of a jaxpr for as long as this lives.
+    _primal_branches[internals.open_jaxpr(branch_jvp)] = internals.map_jaxpr(
+        lambda j: j.replace(), branch)
+
+
+def spares_primals(original: Callable, outputs_at: int) -> Callable:
+  """Makes one of JAX's transformations of a jaxpr know a jvp's primals.
+
+  Where a primal output of the jvp of a branch is transformed, and would not be
+  if it were computed apart, it is computed by the branch itself, and by the jvp
+  once more with the tangent.
+
+  Args:
+    original: JAX's transformation, a function of a jaxpr.
+    outputs_at: where, in what it returns, stands which outputs are transformed.
+
+  Returns:
+    A function of the same signature.
+  """
+  @functools.wraps(original)
+  def sparing(jaxpr, *args, **kwargs):
+    result = original(jaxpr, *args, **kwargs)
+    primal = _primal_branches.get(internals.open_jaxpr(jaxpr))
+    if primal is None or primal.effects:
+      return result
+    num_transformed = lambda result: sum(
+        result[outputs_at][:len(primal.out_avals)])
+    if not num_transformed(result):
+      return result
+    split = original(_with_primals_of(primal, jaxpr), *args, **kwargs)
+    return min(result, split, key=num_transformed)
+
+  return sparing
+
+
+def _with_primals_of(primal, jvp):
+  """A jvp whose primal outputs are computed by the branch itself."""
+  jvp_jaxpr, jaxpr = internals.open_jaxpr(jvp), internals.open_jaxpr(primal)
+  env: dict[core.Var, core.Atom] = dict(zip(jaxpr.invars, jvp_jaxpr.invars))
+  env.update((v, core.Literal(c, v.aval))
+             for v, c in zip(jaxpr.constvars, primal.consts))
+  read = lambda x: env[x] if isinstance(x, core.Var) else x
+  eqns = []
+  for eqn in jaxpr.eqns:
+    outvars = [v if isinstance(v, core.DropVar) else internals.new_var(v.aval)
+               for v in eqn.outvars]
+    eqns.append(eqn.replace(invars=list(map(read, eqn.invars)),
+                            outvars=outvars))
+    env.update(zip(eqn.outvars, outvars))
+  outvars = [*map(read, jaxpr.outvars),
+             *jvp_jaxpr.outvars[len(jaxpr.outvars):]]
+  return internals.map_jaxpr(lambda j: j.replace(
+      eqns=[*eqns, *j.eqns], outvars=outvars, debug_info=j.debug_info), jvp)

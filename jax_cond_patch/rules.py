@@ -6,8 +6,10 @@ conditionals that this rule makes the platforms of the one it was called for.
 Conditionals inside of the branches are other calls of the rules, and keep
 theirs.
 
-In both eras, no transformation passes the index of a platform conditional from
-one part of a program to another: where it is needed it is made again.
+In both eras, a rule that fails on some branches is run past these, see
+`deferral`, and passes over each branch once where the branches do not differ.
+No transformation passes the index of a platform conditional from one part of a
+program to another: where it is needed it is made again.
 """
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from typing import Any
 
 from jax._src import core
 from jax._src.interpreters import ad
+from jax._src.interpreters import batching as batching_lib
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import conditionals
 
+from jax_cond_patch import deferral
 from jax_cond_patch import platforms as platforms_lib
 from jax_cond_patch.compat import internals
 
@@ -42,8 +46,8 @@ class _WithPlatforms:
   def bind(self, index, *operands, branches, **params):
     if self.index is not None:
       index = self.index
-    return cond_p.bind(
-        index, *operands, branches=branches, platforms=self.platforms, **params)
+    return cond_p.bind(index, *operands, branches=branches,
+                       **{**params, internals.PLATFORMS: self.platforms})
 
   def __getattr__(self, name):
     return getattr(cond_p, name)
@@ -138,9 +142,10 @@ def _join_outputs_if_different(jaxprs, residuals, residual_indices, *args):
       jaxprs, residuals, residual_indices, *args)
 
 
-def _with_cond_p(fun: types.FunctionType, cond) -> types.FunctionType:
+def _with_cond_p(fun: types.FunctionType, cond, **names
+                 ) -> types.FunctionType:
   """Returns a function of JAX's in which `cond` stands for `cond_p`."""
-  names: dict[str, Any] = {"cond_p": cond}
+  names["cond_p"] = cond
   # checkify says `lax.cond_p`, shard_map `control_flow.conditionals.cond_p`.
   if "lax" in fun.__globals__:
     names["lax"] = _Namespace(fun.__globals__["lax"], cond_p=cond)
@@ -248,29 +253,90 @@ class _Staged(_WithPlatforms):
 
 # Rules for cond_p. Those of the added era take and drop `platforms`.
 
-def carries_platforms(rule: Callable) -> Callable:
-  """For rules that bind `cond_p`: jvp, transpose, checkify, discharge, ..."""
-  rule = internals.undecorated(rule)
+def _run(rule: types.FunctionType, cond, args, params,
+         transformation: deferral.Transformation, **names):
+  """Runs JAX's rule for a platform conditional, past branches it fails on.
 
-  def carrying_rule(*args, platforms=None, **params):
+  Args:
+    rule: the function of JAX's.
+    cond: what stands for `cond_p` in it.
+    args: the arguments of the rule.
+    params: the params of the conditional.
+    transformation: what the rule does.
+    **names: what else stands for something in it.
+
+  Returns:
+    What the rule returns.
+  """
+  platforms = params[internals.PLATFORMS]
+  if not internals.native:
+    params = {k: v for k, v in params.items() if k != internals.PLATFORMS}
+
+  def run(cond, branches):
+    fun = _passes_once(_with_cond_p(rule, cond, **names))
+    return fun(*args, **{**params, "branches": branches})
+
+  return deferral.run(
+      run, cond, params["branches"], platforms, transformation, args)
+
+
+def carries_platforms(rule: Callable, transformation: deferral.Transformation,
+                      **names) -> Callable:
+  """For rules that bind `cond_p`: transpose, checkify, discharge, ..."""
+  function = internals.undecorated(rule)
+
+  def carrying_rule(*args, **params):
+    platforms = params.get(internals.PLATFORMS)
     if platforms is None:
       return rule(*args, **params)
-    marked = _with_cond_p(_passes_once(rule), _WithPlatforms(platforms))
-    return marked(*args, **params)
+    # Since JAX has the param, its rules pass it on by themselves.
+    cond = cond_p if internals.native else _WithPlatforms(platforms)
+    return _run(function, cond, args, params, transformation, **names)
 
   return carrying_rule
 
 
-def passes_once(rule: Callable) -> Callable:
-  """For rules of the native era: what `carries_platforms` spares, spared."""
-  rule = internals.undecorated(rule)
+class _Jvp(_WithPlatforms):
+  """The `cond_p` of the rule that differentiates these branches."""
 
-  def passing_rule(*args, **params):
-    if params.get(internals.PLATFORMS) is None:
-      return rule(*args, **params)
-    return _passes_once(rule)(*args, **params)
+  def __init__(self, platforms, branches):
+    super().__init__(platforms)
+    self.branches = branches
 
-  return passing_rule
+  def bind(self, index, *operands, branches, **params):
+    deferral.record_jvp(self.branches, branches)
+    return super().bind(index, *operands, branches=branches, **params)
+
+
+def jvp(rule: Callable) -> Callable:
+  """For the jvp rule."""
+  function = internals.undecorated(rule)
+  transformation = deferral.Transformation(
+      "forward-mode differentiation (jvp)", differentiates=True,
+      changed=lambda _, tangents: [type(t) is not ad.Zero for t in tangents])
+
+  def jvp_rule(primals, tangents, **params):
+    platforms = params.get(internals.PLATFORMS)
+    if platforms is None:
+      return rule(primals, tangents, **params)
+    cond = _Jvp(platforms, params["branches"])
+    return _run(function, cond, (primals, tangents), params, transformation)
+
+  return jvp_rule
+
+
+checkify = functools.partial(
+    carries_platforms, transformation=deferral.Transformation("checkify"))
+discharge = functools.partial(
+    carries_platforms,
+    transformation=deferral.Transformation("the discharge of state"))
+remat = functools.partial(
+    carries_platforms,
+    transformation=deferral.Transformation("rematerialization"))
+_TRANSPOSITION = deferral.Transformation(
+    "transposition (of reverse-mode differentiation)")
+fancy_transpose = functools.partial(
+    carries_platforms, transformation=_TRANSPOSITION)
 
 
 def ignores_platforms(rule: Callable) -> Callable:
@@ -287,7 +353,7 @@ def transpose(rule: Callable) -> Callable:
   In a jaxpr with effects `ad.backward_pass` does not evaluate what depends on
   no cotangent, and so the index is undefined where it is made again.
   """
-  carrying_rule = rule if internals.native else carries_platforms(rule)
+  carrying_rule = carries_platforms(rule, _TRANSPOSITION)
 
   def transpose_rule(cts, index, *args, **params):
     platforms = params.get(internals.PLATFORMS)
@@ -298,6 +364,13 @@ def transpose(rule: Callable) -> Callable:
   return transpose_rule
 
 
+def _sparing_primals(module, outputs_at: int, *names: str) -> _Namespace:
+  """A module whose transformations spare the primal outputs of a jvp."""
+  return _Namespace(module, **{
+      name: deferral.spares_primals(getattr(module, name), outputs_at)
+      for name in names if hasattr(module, name)})
+
+
 def batching(rule: Callable) -> Callable:
   """For the batching rule, which binds `cond_p` if the index is not mapped.
 
@@ -305,11 +378,16 @@ def batching(rule: Callable) -> Callable:
   mapped nevertheless is made again, as JAX does since 0.6.2:
   https://github.com/jax-ml/jax/issues/29329.
   """
-  carrying_rule = carries_platforms(rule)
+  transformation = deferral.Transformation(
+      "batching (vmap)",
+      changed=lambda axis_data, args, dims: [d is not None for d in dims])
+  carrying_rule = carries_platforms(
+      rule, transformation,
+      batching=_sparing_primals(batching_lib, 1, "batch_jaxpr"))
 
   def batching_rule(axis_data, args, dims, **params):
-    platforms = params.get("platforms")
-    if platforms is not None and not _is_unmapped(dims[0]):
+    platforms = params.get(internals.PLATFORMS)
+    if platforms is not None and dims[0] is not None:
       args = (internals.bind_platform_index(platforms), *args[1:])
       dims = (None, *dims[1:])
     return carrying_rule(axis_data, args, dims, **params)
@@ -317,25 +395,39 @@ def batching(rule: Callable) -> Callable:
   return batching_rule
 
 
-def _is_unmapped(dim) -> bool:
-  return dim is None
+_PARTIAL_EVALUATION = "partial evaluation (of reverse-mode differentiation)"
+
+
+_partial_evaluations = functools.partial(
+    _sparing_primals, pe, 2, "partial_eval_jaxpr_nounits",
+    "partial_eval_jaxpr_nounits_fwd", "partial_eval_jaxpr_custom")
 
 
 def partial_eval_custom(rule: Callable) -> Callable:
   """For the partial evaluation of an equation, which returns two equations."""
+  function = internals.undecorated(rule)
+  transformation = deferral.Transformation(
+      _PARTIAL_EVALUATION,
+      changed=lambda saveable, unks_in, inst_in, eqn: unks_in)
+
   def marked(eqn, platforms):
     if eqn is None or eqn.primitive is not cond_p:
       return eqn
     return eqn.replace(params={**eqn.params, internals.PLATFORMS: platforms})
 
-  function = internals.undecorated(rule)
-
   def partial_eval_custom_rule(saveable, unks_in, inst_in, eqn):
     platforms = eqn.params.get(internals.PLATFORMS)
     if platforms is None:
       return rule(saveable, unks_in, inst_in, eqn)
-    known, staged, *rest = _passes_once(function)(
-        saveable, unks_in, inst_in, eqn)
+    custom = _with_cond_p(function, cond_p, pe=_partial_evaluations())
+
+    def run(_, branches):
+      return _passes_once(custom)(saveable, unks_in, inst_in, eqn.replace(
+          params={**eqn.params, "branches": branches}))
+
+    known, staged, *rest = deferral.run(
+        run, cond_p, eqn.params["branches"], platforms, transformation,
+        (saveable, unks_in, inst_in, eqn))
     return marked(known, platforms), marked(staged, platforms), *rest
 
   return partial_eval_custom_rule
@@ -348,6 +440,9 @@ def partial_eval(rule: Callable) -> Callable:
   that are returned, and its index is a known value of the other part.
   """
   function = internals.undecorated(rule)
+  transformation = deferral.Transformation(
+      _PARTIAL_EVALUATION,
+      changed=lambda trace, *tracers: [not t.is_known() for t in tracers])
 
   def partial_eval_rule(trace, *tracers, **params):
     platforms = params.get(internals.PLATFORMS)
@@ -355,11 +450,8 @@ def partial_eval(rule: Callable) -> Callable:
       return rule(trace, *tracers, **params)
     if not tracers[0].is_known():
       return trace.default_process_primitive(cond_p, tracers, params)
-    once = _passes_once(function)
-    if not internals.native:
-      params.pop("platforms")
-      once = _with_cond_p(once, _WithPlatforms(platforms))
-    outs = once(trace, *tracers, **params)
+    outs = _run(function, _WithPlatforms(platforms), (trace, *tracers), params,
+                transformation, pe=_partial_evaluations())
     _renew_staged_index(trace, outs, platforms)
     return outs
 
@@ -396,10 +488,16 @@ def _renew_staged_index(trace, outs, platforms) -> None:
 
 def linearize(rule: Callable) -> Callable:
   """For linearization (JAX 0.7.1 and later): the index is no residual."""
-  rule = passes_once(rule)
+  def nonzeros_in(*args):
+    # Since JAX 0.9.1 there is an argument before.
+    return next(arg for arg in args if isinstance(arg, (tuple, list)))
+
+  carrying_rule = carries_platforms(rule, deferral.Transformation(
+      "linearization (of reverse-mode differentiation)", changed=nonzeros_in,
+      differentiates=True))
 
   def linearize_rule(*args, **params):
-    out = rule(*args, **params)
+    out = carrying_rule(*args, **params)
     platforms = params.get(internals.PLATFORMS)
     primals, nonzeros, residuals, *structured, tangent_fun = out
     # With structured residuals, since JAX 0.11.1, these hold the index.

@@ -23,6 +23,7 @@ from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import conditionals
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import hlo
+from jax._src.state.types import AbstractRef
 import numpy as np
 
 cond_p = conditionals.cond_p
@@ -128,6 +129,23 @@ def is_input_effect(effect) -> bool:
   return isinstance(effect, effects_lib.JaxprInputEffect)
 
 
+def is_ref(aval) -> bool:
+  return isinstance(aval, AbstractRef)
+
+
+def cotangent_aval(aval):
+  """The type of the cotangents of a linear value.
+
+  It differs from that of the value with shardings that are unreduced:
+  https://github.com/jax-ml/jax/commit/22ceb68775, renamed in
+  https://github.com/jax-ml/jax/commit/8d439f50bb.
+  """
+  for name in ("to_ct_aval", "to_cotangent_aval"):
+    if hasattr(aval, name):
+      return getattr(aval, name)()
+  return aval
+
+
 def compute_type(eqn: core.JaxprEqn) -> str | None:
   return getattr(getattr(eqn, "ctx", None), "compute_type", None)
 
@@ -159,6 +177,18 @@ def jaxpr_eqn_recipe(trace, in_tracers, out_tracers, primitive, params, effects,
   if "trace" in inspect.signature(pe.new_eqn_recipe).parameters:
     args = (trace, *args)
   return pe.new_eqn_recipe(*args)
+
+
+def remat_rules() -> dict:
+  """The rules of rematerialization by tracing, since JAX 0.10.2.
+
+  https://github.com/jax-ml/jax/commit/bf1e6d9b49
+  """
+  try:
+    from jax._src.interpreters import remat
+  except ImportError:
+    return {}
+  return remat.rules
 
 
 def hide_frames(path: str) -> None:
