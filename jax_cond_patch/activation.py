@@ -147,7 +147,7 @@ def _table() -> Sequence[Replacement]:
   add("pe.partial_eval_jaxpr_custom_rules[platform_index_p]",
       Item(pe.partial_eval_jaxpr_custom_rules, internals.platform_index_p),
       rules.platform_index_partial_eval_custom, index_why)
-  why = "keeps platforms, defers errors"
+  why = "keeps platforms, passes over each branch once, defers errors"
   replace_rule("pe.custom_partial_eval_rules", pe.custom_partial_eval_rules,
                rules.partial_eval, f"{why}; {index_why}")
   replace_rule("pe.partial_eval_jaxpr_custom_rules",
@@ -168,10 +168,10 @@ def _table() -> Sequence[Replacement]:
                  rules.fancy_transpose, why)
   replace_rule("batching.fancy_primitive_batchers",
                batching.fancy_primitive_batchers, rules.batching, why)
-  discharge_rules = discharge._discharge_rules
-  if cond_p in getattr(discharge, "_partial_discharge_rules", ()):
-    discharge_rules = discharge._partial_discharge_rules
-  replace_rule("discharge rules", discharge_rules, rules.discharge, why)
+  for name in ("_partial_discharge_rules", "_discharge_rules"):
+    if cond_p in getattr(discharge, name, ()):
+      replace_rule(f"discharge.{name}", getattr(discharge, name),
+                   rules.discharge, why)
   replace_rule("checkify.error_checks", checkify.error_checks, rules.checkify,
                why)
   if cond_p in internals.remat_rules():
@@ -199,6 +199,17 @@ def _table() -> Sequence[Replacement]:
       add(f"mlir._uncacheable_primitives: {primitive}",
           Member(uncacheable, primitive), primitive,
           "it is lowered in place, not as a function")
+  for table_name, rules_table, primitive, own_rule in (
+      ("ad.primitive_jvps", ad.primitive_jvps, deferral.deferred_error_p,
+       deferral.deferred_error_jvp),
+      ("ad.primitive_jvps", ad.primitive_jvps, deferral.undifferentiable_p,
+       deferral.undifferentiable_jvp),
+      ("ad.primitive_transposes", ad.primitive_transposes,
+       deferral.deferred_error_p, deferral.deferred_error_transpose),
+      ("batching.fancy_primitive_batchers", batching.fancy_primitive_batchers,
+       deferral.deferred_error_p, deferral.deferred_error_batching)):
+    add(f"{table_name}[{primitive}]", Item(rules_table, primitive), own_rule,
+        "a rule of our own")
   return tuple(made)
 
 

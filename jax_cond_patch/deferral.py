@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import functools
 from typing import Any
 import weakref
 
@@ -22,7 +21,6 @@ from jax._src import debugging
 from jax._src import dtypes
 from jax._src import source_info_util
 from jax._src.interpreters import ad
-from jax._src.interpreters import batching
 
 from jax_cond_patch import platforms as platforms_lib
 from jax_cond_patch.compat import internals
@@ -57,16 +55,16 @@ class DeferredError:
     except Exception:
       pass
     # Its class wants other arguments than a text, or shows them otherwise.
-    as_text = type(self.type.__name__, (self.type,), dict(
+    as_text: Any = type(self.type.__name__, (self.type,), dict(
         __init__=lambda self, *_: None, __module__=self.type.__module__,
         __str__=lambda self: self.args[0]))
-    exception = as_text.__new__(as_text, self.message)
-    exception.args = (self.message,)
-    return exception
+    other = as_text.__new__(as_text, self.message)
+    other.args = (self.message,)
+    return other
 
 
-# deferred_error_p: raises if it is lowered. It takes what its outputs depend on:
-# these are unknown, have tangents, and so on, where an operand does.
+# deferred_error_p: raises if it is lowered. It takes what its outputs depend
+# on, and they are unknown, have tangents, and so on, if one of these does.
 
 # Of an error that must not be lost, though its outputs are not used. JAX allows
 # it wherever it allows debug callbacks.
@@ -95,7 +93,7 @@ def deferred_error_lowering(ctx, *_, deferred: DeferredError, **__):
   raise deferred.exception()
 
 
-def _deferred_error_jvp(primals, tangents, *, out_avals, **params):
+def deferred_error_jvp(primals, tangents, *, out_avals, **params):
   outs = deferred_error_p.bind(*primals, out_avals=out_avals, **params)
   return outs, _deferred_tangents(
       primals, tangents, out_avals, [True] * len(out_avals), params["deferred"])
@@ -108,34 +106,29 @@ def _deferred_tangents(primals, tangents, out_avals, nonzero: Sequence[bool],
   has_tangent = [nz and getattr(aval, "dtype", None) != dtypes.float0
               for nz, aval in zip(nonzero, avals)]
   outs = iter(deferred_error_p.bind(
-      *primals, *(t for t in tangents if type(t) is not ad.Zero), deferred=error,
-      out_avals=tuple(a for a, d in zip(avals, has_tangent) if d),
-      effectful=False))
+      *primals, *(t for t in tangents if type(t) is not ad.Zero),
+      deferred=error, effectful=False,
+      out_avals=tuple(a for a, d in zip(avals, has_tangent) if d)))
   return [next(outs) if d else ad.Zero(a) for a, d in zip(avals, has_tangent)]
 
 
-def _deferred_error_transpose(cts, *args, deferred, effectful, out_avals):
+def deferred_error_transpose(cts, *args, deferred, effectful, out_avals):
   del out_avals
   linear = [ad.is_undefined_primal(x) for x in args]
   outs = iter(deferred_error_p.bind(
-      *(x for x, l in zip(args, linear) if not l),
+      *(x for x, is_linear in zip(args, linear) if not is_linear),
       *(ct for ct in cts if type(ct) is not ad.Zero), deferred=deferred,
       effectful=effectful,
       out_avals=tuple(internals.cotangent_aval(x.aval)
-                      for x, l in zip(args, linear) if l)))
-  return [next(outs) if l else None for l in linear]
+                      for x, is_linear in zip(args, linear) if is_linear)))
+  return [next(outs) if is_linear else None for is_linear in linear]
 
 
-def _deferred_error_batching(args, dims, **params):
+def deferred_error_batching(axis_data, args, dims, **params):
   # The outputs are the same for all elements of the batch: none has a value.
-  del dims
+  del axis_data, dims
   outs = deferred_error_p.bind(*args, **params)
   return outs, [None] * len(outs)
-
-
-ad.primitive_jvps[deferred_error_p] = _deferred_error_jvp
-ad.primitive_transposes[deferred_error_p] = _deferred_error_transpose
-batching.primitive_batchers[deferred_error_p] = _deferred_error_batching
 
 
 def deferred_error_eqn(eqn: core.JaxprEqn, error: DeferredError
@@ -163,13 +156,10 @@ def _undifferentiable_abstract_eval(*_, jaxpr, **__):
   return jaxpr.out_avals, jaxpr.effects
 
 
-def _undifferentiable_jvp(primals, tangents, *, jaxpr, nonzero, error):
+def undifferentiable_jvp(primals, tangents, *, jaxpr, nonzero, error):
   outs = core.jaxpr_as_fun(jaxpr)(*primals)
   return outs, _deferred_tangents(
       primals, tangents, jaxpr.out_avals, nonzero, error)
-
-
-ad.primitive_jvps[undifferentiable_p] = _undifferentiable_jvp
 
 
 # Running JAX's rules.
@@ -234,7 +224,7 @@ def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
     if not enabled or len(branches) == 1:
       raise
     branches = tuple(map(_with_own_effects, branches))
-    errors = []
+    errors: list[DeferredError | None] = []
     for branch, names in zip(branches, platforms):
       try:
         rule(_Trial(), (branch,) * len(branches))
@@ -313,13 +303,14 @@ def _stand_in(branch, changed: Sequence[bool], error: DeferredError,
       dependent.update(eqn.outvars)
   is_dependent = _contains(dependent)
   nonzero = tuple(map(is_dependent, jaxpr.outvars))
+  new_var = core.gensym()
   if differentiates:
-    outvars = [internals.new_var(v.aval) for v in jaxpr.outvars]
+    outvars = [new_var(v.aval) for v in jaxpr.outvars]
     eqns = [core.new_jaxpr_eqn(
         jaxpr.invars, outvars, undifferentiable_p,
         dict(jaxpr=branch, nonzero=nonzero, error=error), jaxpr.effects)]
   else:
-    outvars = [internals.new_var(v.aval) if nz else v
+    outvars = [new_var(v.aval) if nz else v
                for v, nz in zip(jaxpr.outvars, nonzero)]
     deferred = [v for v, nz in zip(outvars, nonzero) if nz]
     params = dict(deferred=error, out_avals=tuple(v.aval for v in deferred),
@@ -373,7 +364,6 @@ def spares_primals(original: Callable, outputs_at: int) -> Callable:
   Returns:
     A function of the same signature.
   """
-  @functools.wraps(original)
   def sparing(jaxpr, *args, **kwargs):
     result = original(jaxpr, *args, **kwargs)
     primal = _primal_branches.get(internals.open_jaxpr(jaxpr))
@@ -392,13 +382,14 @@ def spares_primals(original: Callable, outputs_at: int) -> Callable:
 def _with_primals_of(primal, jvp):
   """A jvp whose primal outputs are computed by the branch itself."""
   jvp_jaxpr, jaxpr = internals.open_jaxpr(jvp), internals.open_jaxpr(primal)
+  new_var = core.gensym()
   env: dict[core.Var, core.Atom] = dict(zip(jaxpr.invars, jvp_jaxpr.invars))
   env.update((v, core.Literal(c, v.aval))
              for v, c in zip(jaxpr.constvars, primal.consts))
   read = lambda x: env[x] if isinstance(x, core.Var) else x
   eqns = []
   for eqn in jaxpr.eqns:
-    outvars = [v if isinstance(v, core.DropVar) else internals.new_var(v.aval)
+    outvars = [v if isinstance(v, core.DropVar) else new_var(v.aval)
                for v in eqn.outvars]
     eqns.append(eqn.replace(invars=list(map(read, eqn.invars)),
                             outvars=outvars))

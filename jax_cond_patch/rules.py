@@ -21,7 +21,6 @@ from typing import Any
 
 from jax._src import core
 from jax._src.interpreters import ad
-from jax._src.interpreters import batching as batching_lib
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import conditionals
 
@@ -82,7 +81,7 @@ class _OnePass:
       joined: its parameter for what the outputs must be; False the first time.
       found: where in its result stands what the outputs are.
     """
-    self.make = make
+    self.make = deferral.spares_primals(make, found)
     self.signature = _signature(make)
     self.joined = joined
     self.found = found
@@ -142,10 +141,9 @@ def _join_outputs_if_different(jaxprs, residuals, residual_indices, *args):
       jaxprs, residuals, residual_indices, *args)
 
 
-def _with_cond_p(fun: types.FunctionType, cond, **names
-                 ) -> types.FunctionType:
+def _with_cond_p(fun: types.FunctionType, cond) -> types.FunctionType:
   """Returns a function of JAX's in which `cond` stands for `cond_p`."""
-  names["cond_p"] = cond
+  names: dict[str, Any] = {"cond_p": cond}
   # checkify says `lax.cond_p`, shard_map `control_flow.conditionals.cond_p`.
   if "lax" in fun.__globals__:
     names["lax"] = _Namespace(fun.__globals__["lax"], cond_p=cond)
@@ -254,7 +252,7 @@ class _Staged(_WithPlatforms):
 # Rules for cond_p. Those of the added era take and drop `platforms`.
 
 def _run(rule: types.FunctionType, cond, args, params,
-         transformation: deferral.Transformation, **names):
+         transformation: deferral.Transformation):
   """Runs JAX's rule for a platform conditional, past branches it fails on.
 
   Args:
@@ -263,7 +261,6 @@ def _run(rule: types.FunctionType, cond, args, params,
     args: the arguments of the rule.
     params: the params of the conditional.
     transformation: what the rule does.
-    **names: what else stands for something in it.
 
   Returns:
     What the rule returns.
@@ -273,15 +270,15 @@ def _run(rule: types.FunctionType, cond, args, params,
     params = {k: v for k, v in params.items() if k != internals.PLATFORMS}
 
   def run(cond, branches):
-    fun = _passes_once(_with_cond_p(rule, cond, **names))
+    fun = _with_cond_p(_passes_once(rule), cond)
     return fun(*args, **{**params, "branches": branches})
 
   return deferral.run(
       run, cond, params["branches"], platforms, transformation, args)
 
 
-def carries_platforms(rule: Callable, transformation: deferral.Transformation,
-                      **names) -> Callable:
+def carries_platforms(rule: Callable, transformation: deferral.Transformation
+                      ) -> Callable:
   """For rules that bind `cond_p`: transpose, checkify, discharge, ..."""
   function = internals.undecorated(rule)
 
@@ -291,7 +288,7 @@ def carries_platforms(rule: Callable, transformation: deferral.Transformation,
       return rule(*args, **params)
     # Since JAX has the param, its rules pass it on by themselves.
     cond = cond_p if internals.native else _WithPlatforms(platforms)
-    return _run(function, cond, args, params, transformation, **names)
+    return _run(function, cond, args, params, transformation)
 
   return carrying_rule
 
@@ -364,13 +361,6 @@ def transpose(rule: Callable) -> Callable:
   return transpose_rule
 
 
-def _sparing_primals(module, outputs_at: int, *names: str) -> _Namespace:
-  """A module whose transformations spare the primal outputs of a jvp."""
-  return _Namespace(module, **{
-      name: deferral.spares_primals(getattr(module, name), outputs_at)
-      for name in names if hasattr(module, name)})
-
-
 def batching(rule: Callable) -> Callable:
   """For the batching rule, which binds `cond_p` if the index is not mapped.
 
@@ -381,9 +371,7 @@ def batching(rule: Callable) -> Callable:
   transformation = deferral.Transformation(
       "batching (vmap)",
       changed=lambda axis_data, args, dims: [d is not None for d in dims])
-  carrying_rule = carries_platforms(
-      rule, transformation,
-      batching=_sparing_primals(batching_lib, 1, "batch_jaxpr"))
+  carrying_rule = carries_platforms(rule, transformation)
 
   def batching_rule(axis_data, args, dims, **params):
     platforms = params.get(internals.PLATFORMS)
@@ -396,11 +384,6 @@ def batching(rule: Callable) -> Callable:
 
 
 _PARTIAL_EVALUATION = "partial evaluation (of reverse-mode differentiation)"
-
-
-_partial_evaluations = functools.partial(
-    _sparing_primals, pe, 2, "partial_eval_jaxpr_nounits",
-    "partial_eval_jaxpr_nounits_fwd", "partial_eval_jaxpr_custom")
 
 
 def partial_eval_custom(rule: Callable) -> Callable:
@@ -419,10 +402,9 @@ def partial_eval_custom(rule: Callable) -> Callable:
     platforms = eqn.params.get(internals.PLATFORMS)
     if platforms is None:
       return rule(saveable, unks_in, inst_in, eqn)
-    custom = _with_cond_p(function, cond_p, pe=_partial_evaluations())
 
     def run(_, branches):
-      return _passes_once(custom)(saveable, unks_in, inst_in, eqn.replace(
+      return _passes_once(function)(saveable, unks_in, inst_in, eqn.replace(
           params={**eqn.params, "branches": branches}))
 
     known, staged, *rest = deferral.run(
@@ -451,7 +433,7 @@ def partial_eval(rule: Callable) -> Callable:
     if not tracers[0].is_known():
       return trace.default_process_primitive(cond_p, tracers, params)
     outs = _run(function, _WithPlatforms(platforms), (trace, *tracers), params,
-                transformation, pe=_partial_evaluations())
+                transformation)
     _renew_staged_index(trace, outs, platforms)
     return outs
 

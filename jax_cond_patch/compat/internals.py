@@ -112,10 +112,6 @@ def open_jaxpr(jaxpr) -> core.Jaxpr:
   return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
 
 
-def new_var(aval) -> core.Var:
-  return core.gensym()(aval)
-
-
 def rename_input_effects(effects, rename: Callable):
   """Renames the variables that the effects of an equation are about.
 
