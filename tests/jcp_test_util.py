@@ -19,6 +19,11 @@ from jax.interpreters import mlir
 import jax.numpy as jnp
 import numpy as np
 
+try:
+  from jax.experimental.compute_on import compute_on
+except ImportError:
+  compute_on = None
+
 import jax_cond_patch
 from jax_cond_patch.compat import internals
 
@@ -43,6 +48,15 @@ _only_on = {p: only_on_primitive(p) for p in ("cpu", "cuda", "rocm", "tpu")}
 def only_on(platform: str) -> Callable:
   """Returns `lambda x: x + 1` that can be lowered for one platform only."""
   return _only_on[platform].bind
+
+
+def on_host(f: Callable) -> Callable:
+  """A function that is lowered for the CPU, in a `compute_on` region."""
+  try:
+    return compute_on("device_host")(jax.jit(f))
+  except TypeError:  # JAX 0.11.1 and later
+    return compute_on(f, compute_type="device_host",
+                      out_memory_spaces=jax.memory.Space.Device)
 
 
 def lower(f: Callable, *args, platforms: Sequence[str]) -> str:

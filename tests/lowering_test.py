@@ -19,10 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 try:
-  from jax.experimental.compute_on import compute_on
-except ImportError:
-  compute_on = None
-try:
   from jax.experimental.xla_metadata import set_xla_metadata
 except ImportError:
   set_xla_metadata = None
@@ -165,16 +161,10 @@ class OnePlatformTest(tu.JcpTestCase):
     self.assertAllClose(choose(X), np.sin(X) * np.float32(1.25))
 
   def test_compute_on(self):
-    if compute_on is None:
+    if tu.compute_on is None:
       self.skipTest("This JAX has no compute_on.")
-    def on_host(f):
-      try:
-        return compute_on("device_host")(jax.jit(f))
-      except TypeError:  # JAX 0.11.1 and later
-        return compute_on(f, compute_type="device_host",
-                          out_memory_spaces=jax.memory.Space.Device)
     def f(x):
-      return choose(on_host(choose)(x))
+      return choose(tu.on_host(choose)(x))
     text = tu.lower(f, X, platforms=("tpu",))
     self.assertIn("1.25", text)
     self.assertIn("4.25", text)
@@ -184,23 +174,17 @@ class OnePlatformTest(tu.JcpTestCase):
 
   def test_compute_on_with_a_branch_that_returns_its_operand(self):
     """What computed the operand is not moved to the host."""
-    if compute_on is None:
+    if tu.compute_on is None:
       self.skipTest("This JAX has no compute_on.")
-    def on_host(f):
-      try:
-        return compute_on("device_host")(jax.jit(f))
-      except TypeError:  # JAX 0.11.1 and later
-        return compute_on(f, compute_type="device_host",
-                          out_memory_spaces=jax.memory.Space.Device)
     inner = lambda x: lax.platform_dependent(
         x, cpu=lambda x: x, default=lambda x: x * 2)
     def f(x):
-      return on_host(inner)(jnp.sin(x)) + 1
+      return tu.on_host(inner)(jnp.sin(x)) + 1
     def inner_directly(x):
       return x
     inner_directly.__name__ = inner.__name__
     def direct(x):
-      return on_host(inner_directly)(jnp.sin(x)) + 1
+      return tu.on_host(inner_directly)(jnp.sin(x)) + 1
     self.assertSameModule(f, direct, X, platform="tpu")
 
   def test_metadata_with_a_branch_that_returns_its_operand(self):

@@ -1,0 +1,76 @@
+"""Runs many random programs, with the package and without it.
+
+  python tests/fuzz.py EXAMPLES [SEED]
+"""
+from __future__ import annotations
+
+import collections
+import random
+import sys
+
+import hypothesis
+import jax
+
+import jax_cond_patch
+import random_programs
+
+RESULTS = ("right", "error", "wrong number", "unreachable code")
+
+
+def run(examples: int, seed: int) -> tuple[collections.Counter, list[str]]:
+  """Runs random programs; the same ones for the same seed.
+
+  Returns:
+    How many had each result, and a report of each that was not right.
+  """
+  counts: collections.Counter = collections.Counter()
+  reports = []
+
+  @hypothesis.seed(seed)
+  @hypothesis.settings(
+      max_examples=examples, deadline=None, database=None,
+      phases=[hypothesis.Phase.generate],
+      suppress_health_check=list(hypothesis.HealthCheck))
+  @hypothesis.given(random_programs.programs())
+  def count(program):
+    try:
+      expected = random_programs.expected(program)
+    except random_programs.TooClose:
+      hypothesis.assume(False)
+    result = "right"
+    try:
+      random_programs.check(program, expected)
+    except random_programs.WrongNumber as error:
+      result, report = "wrong number", error
+    except random_programs.UnreachableCode as error:
+      result, report = "unreachable code", error
+    except Exception as error:  # pylint: disable=broad-except
+      result, report = "error", f"{type(error).__name__}: {error}: {program}"
+    counts[result] += 1
+    if result != "right":
+      reports.append(f"{result}: {report}")
+    if counts.total() % 50 == 0:
+      # What JAX keeps of old programs would fill the memory.
+      jax.clear_caches()
+
+  count()
+  return counts, reports
+
+
+def main(examples: int, seed: int) -> None:
+  print(f"jax {jax.__version__}, {examples} programs, seed {seed}", flush=True)
+  print(f"{'':10}" + "".join(f"{r:>18}" for r in RESULTS))
+  for name, context in (("unpatched", jax_cond_patch.deactivated),
+                        ("patched", jax_cond_patch.activated)):
+    with context():
+      counts, reports = run(examples, seed)
+    print(f"{name:10}" + "".join(f"{counts[r]:18}" for r in RESULTS),
+          flush=True)
+  for report in reports:
+    print(report)
+  sys.exit(bool(reports))
+
+
+if __name__ == "__main__":
+  main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2
+       else random.randrange(1 << 32))
