@@ -63,15 +63,16 @@ def jaxpr_subcomp(original: Callable) -> Callable:
 def lower_per_platform(original: Callable) -> Callable:
   """Makes `mlir.lower_per_platform` narrow all of a rule's context.
 
-  It narrows `ctx.platforms` alone. What is lowered inside then reads the
-  module's platform index against the narrowed list, and shares the lowerings
-  of jitted functions with code for other platforms: wrong numbers.
+  It narrows `ctx.platforms` alone, and nothing in a `compute_on` region. What is
+  lowered inside then reads the module's platform index against the narrowed
+  list, and shares the lowerings of jitted functions with code for other
+  platforms: wrong numbers.
   """
   def narrowing(rule):
     def narrowed_rule(ctx, *args, **kwargs):
-      if ctx.platforms is None:
-        return rule(ctx, *args, **kwargs)
-      inner_ctx = narrow(ctx, tuple(ctx.platforms))
+      platforms = (internals.platforms_for_eqn_ctx(ctx.jaxpr_eqn_ctx) or
+                   ctx.platforms or ctx.module_context.platforms)
+      inner_ctx = narrow(ctx, tuple(platforms))
       outputs = rule(inner_ctx, *args, **kwargs)
       if inner_ctx is not ctx:
         erase_if_unused(inner_ctx.dim_var_values, ctx.dim_var_values)
@@ -100,7 +101,8 @@ def narrow(ctx: mlir.LoweringRuleContext, platforms: tuple[str, ...]
 
   Args:
     ctx: the context of a rule.
-    platforms: some of the platforms of its module context, in that order.
+    platforms: some of the platforms of its module context, or a single one: a
+      `compute_on` region is for the host, whether or not the module is.
 
   Returns:
     A context whose module context has these platforms, whose platform index
