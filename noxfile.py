@@ -28,6 +28,16 @@ def tests(session, jax):
 
 
 @nox.session
+@nox.parametrize(
+    "python,jax", [(r.python, r.jax) for r in _releases()],
+    ids=[r.jax for r in _releases()])
+def fuzz(session, jax):
+  """Runs random programs with and without the package: EXAMPLES [SEED]."""
+  session.install("-e", ".[tests]", f"jax=={jax}")
+  session.run("python", "tests/fuzz.py", *(session.posargs or ["10000"]))
+
+
+@nox.session
 def lint(session):
   """Runs ruff."""
   session.install("ruff")

@@ -110,6 +110,11 @@ def run_python(code: str, **env) -> subprocess.CompletedProcess:
       capture_output=True, env={**os.environ, **env}, check=False)
 
 
+def python_path() -> str:
+  """The `PYTHONPATH` of a fresh interpreter that finds what the tests find."""
+  return os.pathsep.join(filter(None, sys.path))
+
+
 class JcpTestCase(jtu.JaxTestCase):
   """A test case with checks on modules."""
 
