@@ -63,8 +63,8 @@ def jaxpr_subcomp(original: Callable) -> Callable:
 def lower_per_platform(original: Callable) -> Callable:
   """Makes `mlir.lower_per_platform` narrow all of a rule's context.
 
-  It narrows `ctx.platforms` alone, and nothing in a `compute_on` region. What is
-  lowered inside then reads the module's platform index against the narrowed
+  It narrows `ctx.platforms` alone, and nothing in a `compute_on` region. What
+  is lowered inside then reads the module's platform index against the narrowed
   list, and shares the lowerings of jitted functions with code for other
   platforms: wrong numbers.
   """

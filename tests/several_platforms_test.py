@@ -177,6 +177,52 @@ class NarrowingTest(tu.JcpTestCase):
                       ("rocm", "cuda", "cpu", "tpu")):
       self.assertRunsAs(f, {p: expected[p] for p in platforms}, X, rtol=1e-5)
 
+  def test_functions_that_operators_take(self):
+    pick = lambda a, b: lax.platform_dependent(
+        a, b, cpu=lambda a, b: a + b, default=lambda a, b: a * b)
+    self.assertRunsAs(
+        lambda x: lax.associative_scan(pick, x), dict(
+            cpu=np.cumsum, cuda=np.cumprod, tpu=np.cumprod), X)
+    self.assertRunsAs(
+        lambda x: lax.reduce(x, np.float32(1), pick, (0,)), dict(
+            cpu=lambda x: 1 + x.sum(), cuda=np.prod, tpu=np.prod), X)
+    solve = lambda x: lax.custom_linear_solve(
+        lambda v: v * 2, x, lambda _, b: choose(b) / 2, symmetric=True)
+    self.assertRunsAs(
+        solve, {p: lambda x, p=p: BRANCHES[p](x) / 2 for p in PLATFORMS}, X,
+        rtol=1e-5)
+
+  def test_references(self):
+    new_ref = getattr(jax, "new_ref", None) or core.mutable_array
+    def f(x):
+      ref = new_ref(x)
+      def adds(a):
+        def g(y):
+          ref[...] = ref[...] + a * y
+          return y * a
+        return g
+      y = lax.platform_dependent(
+          x, cpu=adds(2.), tpu=lambda y: adds(3.)(adds(4.)(y)),
+          default=lambda y: lax.platform_dependent(
+              y, rocm=adds(5.), cuda=adds(6.), default=adds(7.)))
+      return y + ref[...]
+    self.assertRunsAs(f, dict(
+        cuda=lambda x: 6 * x + 7 * x, cpu=lambda x: 2 * x + 3 * x,
+        rocm=lambda x: 5 * x + 6 * x, tpu=lambda x: 12 * x + 17 * x), X)
+
+  def test_random_numbers(self):
+    """Their primitives have lowering rules for some of the platforms."""
+    key = jax.random.key(3)
+    uniform = lambda x: x + jax.random.uniform(key, x.shape)
+    normal = lambda x: x + jax.random.normal(key, x.shape)
+    f = lambda x: uniform(lax.platform_dependent(
+        x, tpu=lambda x: uniform(normal(x)), default=lambda x: normal(x)))
+    exported = export.export(jax.jit(f), platforms=PLATFORMS)(X)
+    u, n = jax.random.uniform(key, X.shape), jax.random.normal(key, X.shape)
+    for platform, expected in dict(cpu=X + n + u, tpu=X + n + u + u).items():
+      np.testing.assert_allclose(
+          tu.run_as(exported, platform, X), expected, rtol=1e-5)
+
   @parameterized.parameters(False, True)
   def test_64_bit_numbers(self, enabled):
     """The platform index is an integer of the default size."""
@@ -274,6 +320,23 @@ class NarrowingTest(tu.JcpTestCase):
         for p in t.PLATFORMS:
           y = tu.run_as(exported, p, x)
           np.testing.assert_allclose(y, t.times(p, count[p])(x), rtol=1e-5)
+        # By hand, with communication in some of the branches.
+        def g(x):
+          def sums(x):
+            return x + jax.lax.psum(t.choose(x), "i") * .1
+          return lax.platform_dependent(
+              x, tpu=lambda x: x, default=lambda x: lax.platform_dependent(
+                  x, cpu=sums, default=lambda x: sums(sums(x))))
+        exported = export.export(jax.jit(t.jax_shard_map(
+            g, mesh=mesh, in_specs=P("i"), out_specs=P("i"))),
+                                 platforms=t.PLATFORMS)(x)
+        def sums(p, x):
+          total = t.BRANCHES[p](x).reshape(4, 2, 8).sum(0) * .1
+          return x + jnp.tile(total, (4, 1))
+        for p, expected in dict(tpu=x, cpu=sums("cpu", x), cuda=sums(
+            "cuda", sums("cuda", x))).items():
+          np.testing.assert_allclose(
+              tu.run_as(exported, p, x), expected, rtol=1e-5)
         y = jax.jit(f, out_shardings=sharding)(x)
         assert y.sharding == sharding
         np.testing.assert_allclose(y, t.times("cpu", 3)(x), rtol=1e-5)
@@ -561,6 +624,24 @@ class CallExportedTest(tu.JcpTestCase):
     self.assertRunsAs(primitive.bind, dict(
         cuda=times("cuda", 2), cpu=times("cpu", 1), rocm=times("rocm", 2),
         tpu=times("tpu", 2)), X, rtol=1e-5)
+
+  def test_ordered_effects(self):
+    inner = self.exported(
+        "tpu", "cuda", f=lambda x: STEP.bind(OTHER_STEP.bind(x)))
+    arms = lambda x: lax.platform_dependent(x, cpu=STEP.bind,
+                                            default=inner.call)
+    f = lambda x: STEP.bind(lax.fori_loop(0, 2, lambda _, x: arms(x), x))
+    self.assertRunsAs(f, dict(
+        cpu=lambda x: x * 8, tpu=lambda x: x * 32, cuda=lambda x: x * 32), X)
+
+  def test_gradient_of_a_serialized_module(self):
+    exported = self.exported(*PLATFORMS, f=lambda x: choose(jax.jit(choose)(x)))
+    vjp = export.deserialize(exported.serialize(vjp_order=1)).vjp()
+    for p in PLATFORMS:
+      value = {"cpu": 1.25, "cuda": 2.25, "tpu": 4.25}[p]
+      np.testing.assert_allclose(
+          tu.run_as(vjp, p, X, np.ones_like(X))[0],
+          np.cos(np.sin(X) * value) * value * np.cos(X) * value, rtol=1e-4)
 
   def test_on_the_host(self):
     if tu.compute_on is None:
