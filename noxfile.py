@@ -1,14 +1,31 @@
 """Runs the tests on every supported release of JAX, and the checkers."""
+import glob
 import importlib.util
+import os
 import pathlib
 
 import nox
 
 nox.options.default_venv_backend = "uv"
-nox.options.error_on_missing_interpreters = True
+# A release whose Python is not on this machine is skipped, and nox says so.
+nox.options.error_on_missing_interpreters = False
+os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
+# pyenv's interpreters need not be on the path, where nox and uv look for them.
+_PYENV = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
+os.environ["PATH"] = os.pathsep.join(
+    [os.environ["PATH"], *sorted(glob.glob(f"{_PYENV}/versions/*/bin"))])
+
+_REPORTS = pathlib.Path(".nox/reports")
+
+_VERSIONS = """
+import platform
+from importlib.metadata import version
+print(f"JAX {version('jax')}, jaxlib {version('jaxlib')}, "
+      f"Python {platform.python_version()}", end="")
+"""
 
 
-def _releases():
+def _table():
   """Reads the supported releases, without importing JAX."""
   path = pathlib.Path(__file__).parent / "jax_cond_patch/compat/releases.py"
   spec = importlib.util.spec_from_file_location("releases", path)
@@ -19,21 +36,32 @@ def _releases():
 
 @nox.session
 @nox.parametrize(
-    "python,jax", [(r.python, r.jax) for r in _releases()],
-    ids=[r.jax for r in _releases()])
-def tests(session, jax):
-  """Runs the tests on one release."""
-  session.install("-e", ".[tests]", f"jax=={jax}")
-  session.run("python", "-m", "pytest", *session.posargs)
+    "python,release", [(r.python, r) for r in _table()],
+    ids=[r.jax for r in _table()])
+def releases(session, release):
+  """Runs the tests on one release: `nox -s 'releases(0.6.0)'`."""
+  session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins)
+  versions = session.run("python", "-c", _VERSIONS, silent=True)
+  session.run(
+      "python", "-m", "pytest",
+      f"--junitxml={_REPORTS / release.jax}.xml", "-o",
+      f"junit_suite_name={versions}", *session.posargs)
+
+
+@nox.session
+def report(session):
+  """Makes docs/releases.md from the reports of the sessions above."""
+  session.install("packaging")
+  session.run("python", "docs/releases.py", str(_REPORTS))
 
 
 @nox.session
 @nox.parametrize(
-    "python,jax", [(r.python, r.jax) for r in _releases()],
-    ids=[r.jax for r in _releases()])
-def fuzz(session, jax):
+    "python,release", [(r.python, r) for r in _table()],
+    ids=[r.jax for r in _table()])
+def fuzz(session, release):
   """Runs random programs with and without the package: EXAMPLES [SEED]."""
-  session.install("-e", ".[tests]", f"jax=={jax}")
+  session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins)
   session.run("python", "tests/fuzz.py", *(session.posargs or ["10000"]))
 
 

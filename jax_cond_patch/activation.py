@@ -19,6 +19,7 @@ from jax_cond_patch.compat import releases
 from jax_cond_patch.errors import JaxCondPatchError
 from jax_cond_patch.errors import UnsupportedJaxVersionError
 from jax_cond_patch.errors import UnsupportedJaxVersionWarning
+from jax_cond_patch.errors import UntestedJaxVersionWarning
 
 _ABSENT = object()
 
@@ -127,6 +128,7 @@ def _table() -> Sequence[Replacement]:
   from jax_cond_patch.compat import internals
 
   cond_p = internals.cond_p
+  modules = dict(ad=ad, batching=batching, discharge=discharge)
   made = []
 
   def replace(name, place, make, why):
@@ -153,30 +155,37 @@ def _table() -> Sequence[Replacement]:
   replace_rule("pe.partial_eval_jaxpr_custom_rules",
                pe.partial_eval_jaxpr_custom_rules, rules.partial_eval_custom,
                why)
-  replace_rule("ad.primitive_jvps", ad.primitive_jvps, rules.jvp, why)
-  if cond_p in getattr(ad, "primitive_linearizations", ()):
-    replace_rule("ad.primitive_linearizations", ad.primitive_linearizations,
-                 rules.linearize, f"{why}; {index_why}")
-  if cond_p in ad.primitive_transposes:
-    replace_rule("ad.primitive_transposes", ad.primitive_transposes,
-                 rules.transpose, f"{why}; {index_why}")
+  # The rules that stand in one of several tables, by release.
+  for module, names, make, reason in (
+      ("ad", ("primitive_jvps",), rules.jvp, why),
+      ("ad", ("primitive_linearizations",), rules.linearize,
+       f"{why}; {index_why}"),
+      ("ad", ("primitive_transposes", "reducing_transposes"), rules.transpose,
+       f"{why}; {index_why}"),
+      ("ad", ("fancy_transposes",), rules.fancy_transpose, why),
+      ("batching", ("fancy_primitive_batchers", "spmd_axis_primitive_batchers",
+                    "axis_primitive_batchers"), rules.batching, why),
+      ("discharge", ("_partial_discharge_rules", "_discharge_rules"),
+       rules.discharge, why)):
+    for name in names:
+      rules_table = getattr(modules[module], name, None)
+      # JAX 0.4.36 to 0.5 have objects that only take entries, for old names.
+      if isinstance(rules_table, dict) and cond_p in rules_table:
+        replace_rule(f"{module}.{name}", rules_table, make, reason)
+  if any(cond_p in getattr(ad, name, ()) for name in (
+      "primitive_transposes", "reducing_transposes")):
     add("ad.primitive_transposes[platform_index_p]",
         Item(ad.primitive_transposes, internals.platform_index_p),
         rules.platform_index_transpose, index_why)
-  if cond_p in getattr(ad, "fancy_transposes", ()):
-    replace_rule("ad.fancy_transposes", ad.fancy_transposes,
-                 rules.fancy_transpose, why)
-  replace_rule("batching.fancy_primitive_batchers",
-               batching.fancy_primitive_batchers, rules.batching, why)
-  for name in ("_partial_discharge_rules", "_discharge_rules"):
-    if cond_p in getattr(discharge, name, ()):
-      replace_rule(f"discharge.{name}", getattr(discharge, name),
-                   rules.discharge, why)
   replace_rule("checkify.error_checks", checkify.error_checks, rules.checkify,
                why)
   if cond_p in internals.remat_rules():
     replace_rule("remat.rules", internals.remat_rules(), rules.remat, why)
   if not internals.native:
+    if "bind" in vars(cond_p):
+      replace("cond_p.bind", Attribute(cond_p, "bind"), rules.cond_bind,
+              "keeps platforms")
+    replace_rule("pe.dce_rules", pe.dce_rules, rules.dce, "keeps compute_on")
     replace_rule("core.custom_typechecks", core.custom_typechecks,
                  rules.ignores_platforms, "does not know platforms")
 
@@ -224,16 +233,62 @@ def is_active() -> bool:
   return bool(_undo)
 
 
-def _check_version() -> releases.Release:
+def replaced() -> list[tuple[str, Any]]:
+  """What JAX has, and is to be replaced, with its name; None if it has not."""
+  found = [(r.name, r.place.get()) for r in table() if not r.is_addition]
+  return [(name, None if x is _ABSENT else x) for name, x in found]
+
+
+_UNTESTED = "JAX_COND_PATCH_UNTESTED"
+
+
+def _check_jax() -> str | None:
+  """Raises if the installed JAX is not to be patched.
+
+  Returns:
+    A warning that this JAX is patched but not tested, or None.
+  """
   found = releases.installed()
-  release = releases.find(found) if found else None
-  if release is None:
-    what = f"JAX {found} is installed" if found else "no JAX is installed"
+  supported = f"the supported releases are {releases.supported()}"
+  if found is None:
     raise UnsupportedJaxVersionError(
-        f"jax_cond_patch cannot patch JAX: {what}, and the supported releases "
-        f"are {releases.supported()}. JAX is left as it is. Install one of "
-        "these, or a newer jax_cond_patch.")
-  return release
+        "jax_cond_patch cannot patch JAX: no JAX is installed. Install one: "
+        f"{supported}.")
+  try:
+    import jax  # noqa: F401
+  except Exception as error:  # JAX raises what it likes for a wrong jaxlib.
+    jaxlib = releases.installed("jaxlib")
+    raise UnsupportedJaxVersionError(
+        f"jax_cond_patch cannot patch JAX: JAX {found} with "
+        f"{f'jaxlib {jaxlib}' if jaxlib else 'no jaxlib'} cannot be imported "
+        f"({type(error).__name__}: {error}). Install the jaxlib that belongs "
+        f"to it: pip install 'jax=={found}' with its jaxlib.") from error
+  if releases.find(found) is not None:
+    return None
+  untested = _read_switch(_UNTESTED, default=None)
+  if untested is False or (untested is None and not releases.is_newer(found)):
+    raise UnsupportedJaxVersionError(
+        f"jax_cond_patch cannot patch JAX: JAX {found} is installed, and "
+        f"{supported}. JAX is left as it is. Install one of these, or a newer "
+        f"jax_cond_patch, or set {_UNTESTED}=1 to try it.")
+  if untested is None:
+    changes = _differences()
+    if changes:
+      raise UnsupportedJaxVersionError(
+          f"jax_cond_patch cannot patch JAX: JAX {found} is installed, "
+          f"{supported}, and it has changed: {'; '.join(changes)}. JAX is left "
+          "as it is. Install a supported release, or a newer jax_cond_patch, "
+          f"or set {_UNTESTED}=1 to try it.")
+  return (f"jax_cond_patch is not tested on JAX {found}: {supported}. JAX is "
+          f"patched nevertheless; set {_UNTESTED}=0 to leave it as it is.")
+
+
+def _differences() -> list[str]:
+  from jax_cond_patch.compat import structure
+  try:
+    return structure.differences(replaced())
+  except Exception as error:  # A name that is gone, anywhere in `compat`.
+    return [f"{type(error).__name__}: {error}"]
 
 
 def activate(defer: bool | None = None) -> None:
@@ -251,12 +306,16 @@ def activate(defer: bool | None = None) -> None:
       environment variable has no known value.
   In all cases JAX is as it was.
   """
+  _activate(defer, stacklevel=3)
+
+
+def _activate(defer: bool | None, stacklevel: int) -> None:
   global _reason
   with _lock:
     if is_active():
       _choose_deferral(defer)
       return
-    _check_version()
+    warning = _check_jax()
     _choose_deferral(defer)
     prepared = _prepare(table())
     undo: list[tuple[Replacement, Any, Any]] = []
@@ -270,7 +329,19 @@ def activate(defer: bool | None = None) -> None:
       raise
     _undo.extend(undo)
     _hide_own_frames()
-    _reason = "activated"
+    _reason = warning or "activated"
+  if warning is not None:
+    _warn_untested(warning, stacklevel + 1)
+
+
+_has_warned = False
+
+
+def _warn_untested(warning: str, stacklevel: int) -> None:
+  global _has_warned
+  if not _has_warned:
+    _has_warned = True
+    warnings.warn(warning, UntestedJaxVersionWarning, stacklevel=stacklevel)
 
 
 # Whether errors are deferred; None until something was chosen.
@@ -280,7 +351,7 @@ _defer: bool | None = None
 def _choose_deferral(defer: bool | None) -> None:
   global _defer
   if defer is None:
-    defer = _read_switch(_DEFER_SWITCH) if _defer is None else _defer
+    defer = bool(_read_switch(_DEFER_SWITCH)) if _defer is None else _defer
   if defer == _defer:
     return
   from jax_cond_patch import deferral
@@ -419,9 +490,11 @@ _DEFER_SWITCH = "JAX_COND_PATCH_DEFER"
 _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
 
 
-def _read_switch(name: str) -> bool:
-  """Reads an environment variable that is on by default."""
-  value = os.environ.get(name, "1")
+def _read_switch(name: str, default: bool | None = True) -> bool | None:
+  """Reads an environment variable."""
+  value = os.environ.get(name)
+  if value is None:
+    return default
   if value.lower() not in _SWITCH_VALUES:
     raise JaxCondPatchError(
         f"The environment variable {name} is {value!r}, and must be one of "
@@ -436,7 +509,7 @@ def activate_on_import() -> None:
     _reason = f"{_SWITCH}={os.environ[_SWITCH]}"
     return
   try:
-    activate()
+    _activate(None, stacklevel=4)
   except UnsupportedJaxVersionError as error:
     _reason = str(error)
     warnings.warn(str(error), UnsupportedJaxVersionWarning, stacklevel=3)

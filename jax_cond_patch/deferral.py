@@ -102,7 +102,7 @@ def deferred_error_jvp(primals, tangents, *, out_avals, **params):
 def _deferred_tangents(primals, tangents, out_avals, nonzero: Sequence[bool],
                        error: DeferredError):
   """The error as tangents, or zeros for outputs without."""
-  avals = [aval.to_tangent_aval() for aval in out_avals]
+  avals = list(map(internals.tangent_aval, out_avals))
   has_tangent = [nz and getattr(aval, "dtype", None) != dtypes.float0
               for nz, aval in zip(nonzero, avals)]
   outs = iter(deferred_error_p.bind(

@@ -16,3 +16,7 @@ class UnsupportedJaxVersionError(JaxCondPatchError):
 
 class UnsupportedJaxVersionWarning(UserWarning):
   """`import jax_cond_patch` left an unknown JAX as it is."""
+
+
+class UntestedJaxVersionWarning(UserWarning):
+  """A JAX that is newer than the tested releases has been patched."""

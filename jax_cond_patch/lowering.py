@@ -29,21 +29,21 @@ def lower_sharding_computation(original: Callable) -> Callable:
     if not resolution.has_platform_conditionals(jaxpr):
       return original(closed_jaxpr, *args, **kwargs)
     arguments = signature.bind(closed_jaxpr, *args, **kwargs).arguments
-    platforms = arguments["lowering_platforms"]
-    if platforms is None:
-      platforms = (internals.lowering_platform(
-          (*arguments["in_shardings"], *arguments["out_shardings"]), jaxpr,
-          arguments.get("context_mesh")),)
+    requested = internals.requested_platforms(arguments)
 
     def lower(platforms):
       resolved = resolution.resolve(
           closed_jaxpr, platforms, resolution.Scope.PROGRAM)
       return original(resolved, *args, **kwargs)
 
+    if requested is not None:
+      return lower(requested)
+    platforms = (internals.lowering_platform(arguments, jaxpr),)
     computation = lower(platforms)
-    if tuple(computation._platforms) != tuple(platforms):
+    found = internals.computation_platforms(computation)
+    if found != platforms:
       # JAX has found other devices than were found here; its word counts.
-      computation = lower(computation._platforms)
+      computation = lower(found)
     return computation
 
   return lower_resolved
@@ -68,11 +68,15 @@ def lower_per_platform(original: Callable) -> Callable:
   list, and shares the lowerings of jitted functions with code for other
   platforms: wrong numbers.
   """
-  def narrowing(rule):
+  def narrowing(rule, platforms):
     def narrowed_rule(ctx, *args, **kwargs):
-      platforms = (internals.platforms_for_eqn_ctx(ctx.jaxpr_eqn_ctx) or
-                   ctx.platforms or ctx.module_context.platforms)
-      inner_ctx = narrow(ctx, tuple(platforms))
+      # JAX says in `ctx.platforms` for which of the platforms a rule is, since
+      # 0.4.30: https://github.com/jax-ml/jax/commit/97db0e758d.
+      names = (internals.platforms_for_eqn_ctx(
+          getattr(ctx, "jaxpr_eqn_ctx", None)) or
+               getattr(ctx, "platforms", platforms) or
+               ctx.module_context.platforms)
+      inner_ctx = narrow(ctx, tuple(names))
       outputs = rule(inner_ctx, *args, **kwargs)
       if inner_ctx is not ctx:
         erase_if_unused(inner_ctx.dim_var_values, ctx.dim_var_values)
@@ -83,9 +87,12 @@ def lower_per_platform(original: Callable) -> Callable:
 
   def lower_per_narrowed_platform(ctx, description, platform_rules,
                                   default_rule, effects, *args, **kwargs):
-    if len(ctx.module_context.platforms) > 1:
-      platform_rules = {p: narrowing(r) for p, r in platform_rules.items()}
-      default_rule = default_rule and narrowing(default_rule)
+    platforms = ctx.module_context.platforms
+    if len(platforms) > 1:
+      without_rule = tuple(p for p in platforms if p not in platform_rules)
+      platform_rules = {p: narrowing(r, (p,))
+                        for p, r in platform_rules.items()}
+      default_rule = default_rule and narrowing(default_rule, without_rule)
     return original(ctx, description, platform_rules, default_rule, effects,
                     *args, **kwargs)
 
@@ -122,10 +129,11 @@ def narrow(ctx: mlir.LoweringRuleContext, platforms: tuple[str, ...]
     positions = [platforms.index(p) if p in platforms else 0
                  for p in module_context.platforms]
     dim_var_values = (_select_constant(module_index, positions), *dim_vars)
-  return ctx.replace(
+  ctx = ctx.replace(
       module_context=module_context.replace(
           platforms=platforms, cached_primitive_lowerings=cache),
-      platforms=None, dim_var_values=dim_var_values)
+      dim_var_values=dim_var_values)
+  return ctx.replace(platforms=None) if hasattr(ctx, "platforms") else ctx
 
 
 def erase_if_unused(dim_var_values: Sequence[ir.Value],

@@ -63,6 +63,28 @@ class _Namespace:
     return getattr(self._module, name)
 
 
+def cond_bind(original: Callable) -> Callable:
+  """For the `bind` that `cond_p` has of its own up to JAX 0.4.35.
+
+  https://github.com/jax-ml/jax/commit/c36e1f7c1a
+  """
+  def bind(*args, platforms=None, **params):
+    if platforms is None:
+      return original(*args, **params)
+
+    class AxisPrimitive:
+      """`core.AxisPrimitive`, whose `bind` is what JAX's ends in."""
+      def bind(primitive, *args, **params):  # noqa: N805
+        return core.AxisPrimitive.bind(
+            primitive, *args, platforms=platforms, **params)
+
+    return internals.with_globals(
+        original, core=_Namespace(core, AxisPrimitive=AxisPrimitive)
+    )(*args, **params)
+
+  return bind
+
+
 _signature = functools.lru_cache(inspect.signature)
 
 
@@ -219,8 +241,14 @@ def _is_plainly_equal(a: Callable, b: Callable) -> bool:
 
 
 def _with_plain_equality(branch: Callable) -> Callable:
-  """Makes a branch a key for JAX's caches, which compare it with itself."""
-  if _is_plainly_equal(branch, branch):
+  """Makes a branch a key for JAX's caches, which compare it with others.
+
+  They compare it with any branch, of another program too: which ones, that
+  depends on hashes. So no `==` of the user's can stay.
+  """
+  # Two bound methods are equal if they are of the same object.
+  if (type(branch).__eq__ is object.__eq__ or
+      isinstance(branch, types.MethodType)):
     return branch
   return lambda *args: branch(*args)
 
@@ -352,11 +380,16 @@ def transpose(rule: Callable) -> Callable:
   """
   carrying_rule = carries_platforms(rule, _TRANSPOSITION)
 
-  def transpose_rule(cts, index, *args, **params):
+  # Up to JAX 0.4.25 `reduce_axes` come first:
+  # https://github.com/jax-ml/jax/commit/3736b322b7
+  position = 2 if internals.takes(rule, "reduce_axes") else 1
+
+  def transpose_rule(*args, **params):
+    *leading, index = args[:position + 1]
     platforms = params.get(internals.PLATFORMS)
     if platforms is not None and ad.is_undefined_primal(index):
       index = internals.bind_platform_index(platforms)
-    return carrying_rule(cts, index, *args, **params)
+    return carrying_rule(*leading, index, *args[position + 1:], **params)
 
   return transpose_rule
 
@@ -368,17 +401,22 @@ def batching(rule: Callable) -> Callable:
   mapped nevertheless is made again, as JAX does since 0.6.2:
   https://github.com/jax-ml/jax/issues/29329.
   """
+  if isinstance(rule, functools.partial):
+    # Of the two tables up to JAX 0.4.35, this one has the rule without the
+    # name of an axis: https://github.com/jax-ml/jax/commit/c36e1f7c1a.
+    return functools.partial(batching(rule.func), *rule.args)
   transformation = deferral.Transformation(
       "batching (vmap)",
-      changed=lambda axis_data, args, dims: [d is not None for d in dims])
+      changed=lambda *args: [dim is not None for dim in args[-1]])
   carrying_rule = carries_platforms(rule, transformation)
 
-  def batching_rule(axis_data, args, dims, **params):
+  def batching_rule(*args, **params):
+    *axis, args, dims = args
     platforms = params.get(internals.PLATFORMS)
     if platforms is not None and dims[0] is not None:
       args = (internals.bind_platform_index(platforms), *args[1:])
       dims = (None, *dims[1:])
-    return carrying_rule(axis_data, args, dims, **params)
+    return carrying_rule(*axis, args, dims, **params)
 
   return batching_rule
 
@@ -393,11 +431,6 @@ def partial_eval_custom(rule: Callable) -> Callable:
       _PARTIAL_EVALUATION,
       changed=lambda saveable, unks_in, inst_in, eqn: unks_in)
 
-  def marked(eqn, platforms):
-    if eqn is None or eqn.primitive is not cond_p:
-      return eqn
-    return eqn.replace(params={**eqn.params, internals.PLATFORMS: platforms})
-
   def partial_eval_custom_rule(saveable, unks_in, inst_in, eqn):
     platforms = eqn.params.get(internals.PLATFORMS)
     if platforms is None:
@@ -410,9 +443,32 @@ def partial_eval_custom(rule: Callable) -> Callable:
     known, staged, *rest = deferral.run(
         run, cond_p, eqn.params["branches"], platforms, transformation,
         (saveable, unks_in, inst_in, eqn))
-    return marked(known, platforms), marked(staged, platforms), *rest
+    return _marked(known, eqn), _marked(staged, eqn), *rest
 
   return partial_eval_custom_rule
+
+
+def dce(rule: Callable) -> Callable:
+  """For the rule for dead code, which returns an equation.
+
+  It keeps the params, but up to JAX 0.5.0 not the context:
+  https://github.com/jax-ml/jax/commit/bc1a706688.
+  """
+  def dce_rule(used_outputs, eqn):
+    used_inputs, new_eqn = rule(used_outputs, eqn)
+    return used_inputs, _marked(new_eqn, eqn)
+
+  return dce_rule
+
+
+def _marked(new_eqn, eqn):
+  """Gives a conditional the platforms and the context of the one it is of."""
+  platforms = eqn.params.get(internals.PLATFORMS)
+  if new_eqn is None or new_eqn.primitive is not cond_p or platforms is None:
+    return new_eqn
+  new_eqn = new_eqn.replace(
+      params={**new_eqn.params, internals.PLATFORMS: platforms})
+  return new_eqn.replace(ctx=eqn.ctx) if hasattr(eqn, "ctx") else new_eqn
 
 
 def partial_eval(rule: Callable) -> Callable:

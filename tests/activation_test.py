@@ -1,4 +1,5 @@
 """Tests of activation, mostly in fresh interpreters."""
+import os
 import textwrap
 import threading
 
@@ -29,7 +30,7 @@ PROGRAM = """
       from jax import lax
       f = f or (lambda x: lax.platform_dependent(
           x, cpu=lambda x: x + 1.5, default=lambda x: x + 2.5))
-      return jax.jit(f).trace(X).lower(lowering_platforms=("cpu",)).as_text()
+      return jax.jit(f).lower(X).as_text()
 
     def is_patched(text):
       assert "1.5" in text
@@ -116,41 +117,116 @@ class FreshInterpreterTest(tu.JcpTestCase):
     self.assertNotEqual(result.returncode, 0)
     self.assertIn("must be one of 1, true, 0, false", result.stderr)
 
-  def test_unknown_jax(self):
-    self.assertRuns("""
-        import importlib.metadata, warnings
-        version = importlib.metadata.version
-        importlib.metadata.version = lambda name: (
-            "0.99.3" if name == "jax" else version(name))
+  def assertUnsupported(self, message, code="", **env):
+    """The import warns once and leaves JAX alone; activation raises."""
+    self.assertRuns(f"""
+        import warnings
+        import pretend
         with warnings.catch_warnings(record=True) as caught:
           warnings.simplefilter("always")
           import jax_cond_patch
         ours = [w for w in caught if issubclass(
             w.category, jax_cond_patch.UnsupportedJaxVersionWarning)]
-        assert len(ours) == 1, ours
-        assert "0.99.3" in str(ours[0].message)
-        assert "0.6.0" in str(ours[0].message)
+        assert len(ours) == 1, caught
+        assert {message!r} in str(ours[0].message), ours[0].message
+        assert ours[0].filename == "<string>", ours[0].filename
         assert not jax_cond_patch.is_active()
-        assert "0.99.3" in jax_cond_patch.status().reason
-        assert not is_patched(lower())
+        assert {message!r} in jax_cond_patch.status().reason
         try:
           jax_cond_patch.activate()
         except jax_cond_patch.UnsupportedJaxVersionError as error:
-          assert "0.99.3" in str(error)
+          assert {message!r} in str(error)
         else:
           raise AssertionError
-        """)
+        """, **self.pretending(code), **env)
 
-  def test_no_jax(self):
+  def assertUntested(self, code="", **env):
+    """The import warns once and patches JAX."""
     self.assertRuns("""
-        import importlib.metadata, warnings
-        def version(name):
-          raise importlib.metadata.PackageNotFoundError(name)
-        importlib.metadata.version = version
+        import warnings
+        import pretend
         with warnings.catch_warnings(record=True) as caught:
           warnings.simplefilter("always")
           import jax_cond_patch
-        assert "no JAX is installed" in str(caught[0].message)
+          jax_cond_patch.deactivate()
+          jax_cond_patch.activate()
+        ours, = [w for w in caught if issubclass(
+            w.category, jax_cond_patch.UntestedJaxVersionWarning)]
+        assert "not tested on JAX" in str(ours.message)
+        assert ours.filename == "<string>", ours.filename
+        assert is_patched(lower())
+        """, **self.pretending(code), **env)
+
+  def pretending(self, code) -> dict[str, str]:
+    """An environment with a module `pretend` that holds some code."""
+    path = self.create_tempdir().full_path
+    with open(os.path.join(path, "pretend.py"), "w") as file:
+      file.write(textwrap.dedent("""
+          import importlib.metadata
+          from importlib.metadata import PackageNotFoundError
+          versions = {}
+          _version = importlib.metadata.version
+          def version(name):
+            found = versions.get(name) or _version(name)
+            if found == "none":
+              raise PackageNotFoundError(name)
+            return found
+          importlib.metadata.version = version
+          """) + textwrap.dedent(code))
+    return dict(PYTHONPATH=os.pathsep.join(
+        [path, os.environ.get("PYTHONPATH", "")]))
+
+  @parameterized.parameters("0.4.20", "0.6.0.dev20250401")
+  def test_jax_that_is_not_in_the_table(self, version):
+    code = f"versions['jax'] = {version!r}"
+    self.assertUnsupported(
+        f"JAX {version} is installed, and the supported releases are 0.4.21 to",
+        code)
+    self.assertUntested(code, JAX_COND_PATCH_UNTESTED="1")
+
+  def test_newer_jax(self):
+    code = """
+        versions["jax"] = "0.99.0.dev20300101+cuda"
+        import sys, types
+        sys.modules["jax_cond_patch.compat.structure"] = types.SimpleNamespace(
+            differences=lambda replaced: [%s])
+        """
+    self.assertUntested(code % "")
+    self.assertUnsupported("JAX_COND_PATCH_UNTESTED=1", code % "",
+                           JAX_COND_PATCH_UNTESTED="0")
+    changed = code % "'pe.some_rule is gone'"
+    self.assertUnsupported("it has changed: pe.some_rule is gone", changed)
+    self.assertUntested(changed, JAX_COND_PATCH_UNTESTED="1")
+
+  @parameterized.parameters("", "2", "maybe")
+  def test_untested_of_another_value(self, value):
+    result = tu.run_python(
+        "import pretend, jax_cond_patch", JAX_COND_PATCH_UNTESTED=value,
+        **self.pretending("versions['jax'] = '0.99.3'"))
+    self.assertNotEqual(result.returncode, 0)
+    self.assertIn("JAX_COND_PATCH_UNTESTED is", result.stderr)
+
+  def test_newer_jax_that_lacks_something(self):
+    self.assertUnsupported("mlir.lower_per_platform is gone", """
+        versions["jax"] = "0.99.3"
+        from jax._src.interpreters import mlir
+        del mlir.lower_per_platform
+        """)
+
+  def test_no_jax(self):
+    self.assertUnsupported("no JAX is installed", "versions['jax'] = 'none'")
+
+  def test_jaxlib_that_does_not_fit(self):
+    path = self.create_tempdir().full_path
+    os.mkdir(os.path.join(path, "jaxlib"))
+    for name in ("__init__", "version"):
+      with open(os.path.join(path, "jaxlib", f"{name}.py"), "w") as file:
+        file.write("__version__ = '0.0.1'")
+    self.assertUnsupported(
+        "with jaxlib 0.0.1 cannot be imported", f"""
+        import sys
+        sys.path.insert(0, {path!r})
+        versions["jaxlib"] = "0.0.1"
         """)
 
   def test_missing_name(self):

@@ -3,16 +3,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from typing import Any
+import unittest
 
 import jax
-from jax import export
 from jax._src import core
 from jax._src import test_util as jtu
+from jax._src.interpreters import mlir as mlir_internals
+# Its import defines flags, and JAX's test cases refuse that within a test.
+import jax.experimental.pallas.tpu  # noqa: F401
 from jax.interpreters import ad
 from jax.interpreters import batching
 from jax.interpreters import mlir
@@ -23,11 +29,47 @@ try:
   from jax.experimental.compute_on import compute_on
 except ImportError:
   compute_on = None
+try:
+  from jax import export as _export
+except ImportError:  # up to JAX 0.4.29
+  from jax.experimental import export as _export  # type: ignore[no-redef]
+  if not hasattr(_export, "export") or not callable(_export.export):
+    from jax.experimental.export import export as _export  # up to JAX 0.4.23
 
 import jax_cond_patch
 from jax_cond_patch.compat import internals
+from jax_cond_patch.compat import releases
 
 PLATFORMS = internals.PLATFORMS
+
+
+def _has_module(name: str) -> bool:
+  return importlib.util.find_spec(name) is not None
+
+
+# What some of the supported releases do not have, and why it is not tested
+# there. All tests that are skipped for the release are skipped by this.
+_FEATURES = dict(
+    compute_on=(
+        hasattr(mlir_internals, "_platforms_for_eqn_ctx"),
+        "compute_on changes no platform up to JAX 0.4.30."),
+    set_xla_metadata=(
+        _has_module("jax.experimental.xla_metadata"),
+        "There is no set_xla_metadata up to JAX 0.4.31."),
+    newest_release=(
+        releases.installed() == releases.RELEASES[-1].jax,
+        "What is replaced and called is recorded for the newest release."),
+    tpu_kernels=(
+        hasattr(mlir_internals.LoweringRuleContext, "platforms"),
+        "Up to JAX 0.4.29 a Pallas kernel for TPU is lowered where there is a "
+        "TPU only."),
+)
+
+
+def requires(feature: str) -> Callable:
+  """Skips a test where JAX does not have what it is about."""
+  has, reason = _FEATURES[feature]
+  return unittest.skipUnless(has, reason)
 
 
 def only_on_primitive(platform: str) -> core.Primitive:
@@ -59,12 +101,54 @@ def on_host(f: Callable) -> Callable:
                       out_memory_spaces=jax.memory.Space.Device)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Exported:
+  """An `Exported` of JAX 0.4.29 and earlier, with the names of later ones."""
+  exported: Any
+
+  @property
+  def platforms(self) -> tuple[str, ...]:
+    return self.exported.lowering_platforms
+
+  def mlir_module(self) -> str:
+    return str(self.exported.mlir_module())
+
+  def call(self, *args):
+    return _export.call_exported(self.exported)(*args)
+
+  def vjp(self) -> _Exported:
+    return _Exported(self.exported.vjp())
+
+  def replace(self, platforms: tuple[str, ...]) -> _Exported:
+    return _Exported(dataclasses.replace(
+        self.exported, lowering_platforms=platforms))
+
+
+def export(f: Callable, *, platforms: Sequence[str]) -> Callable:
+  """`jax.export.export` of a jitted function, where it is in each JAX."""
+  if hasattr(_export, "call_exported"):
+    exporter = _export.export(f, lowering_platforms=tuple(platforms))
+    return lambda *args: _Exported(exporter(*args))
+  return _export.export(f, platforms=tuple(platforms))
+
+
+symbolic_shape = _export.symbolic_shape
+
+
+def lower_jitted(f: Callable, *args, platform: str):
+  """What `jax.jit(f).lower` gives for another platform."""
+  if hasattr(f, "trace"):
+    return f.trace(*args).lower(lowering_platforms=(platform,))
+  # `trace` came with JAX 0.4.30.
+  return f.lower(*args, _experimental_lowering_parameters=(
+      mlir_internals.LoweringParameters(platforms=(platform,))))
+
+
 def lower(f: Callable, *args, platforms: Sequence[str]) -> str:
   """The StableHLO text of a jitted function for some platforms."""
   if len(platforms) > 1:
-    return export.export(jax.jit(f), platforms=platforms)(*args).mlir_module()
-  return jax.jit(f).trace(*args).lower(
-      lowering_platforms=tuple(platforms)).as_text()
+    return export(jax.jit(f), platforms=platforms)(*args).mlir_module()
+  return lower_jitted(jax.jit(f), *args, platform=platforms[0]).as_text()
 
 
 def count_ops(text: str, op: str) -> int:
@@ -91,7 +175,7 @@ def find_eqns(jaxpr, primitive_name: str) -> list[core.JaxprEqn]:
   return found
 
 
-def run_as(exported: export.Exported, platform: str, *args):
+def run_as(exported, platform: str, *args):
   """Runs one platform's part of a module for several, on this machine's.
 
   The module's platforms get other names: this machine's where `platform` stood.
@@ -100,7 +184,9 @@ def run_as(exported: export.Exported, platform: str, *args):
   here = "cuda" if here == "gpu" else here
   names = tuple(here if p == platform else "other" if p == here else p
                 for p in exported.platforms)
-  return dataclasses.replace(exported, platforms=names).call(*args)
+  replace = getattr(exported, "replace", None) or functools.partial(
+      dataclasses.replace, exported)
+  return replace(platforms=names).call(*args)
 
 
 def run_python(code: str, **env) -> subprocess.CompletedProcess:
@@ -140,7 +226,7 @@ class JcpTestCase(jtu.JaxTestCase):
   def assertRunsAs(self, f, expected: dict[str, Callable], *args,
                    platforms=None, rtol=1e-6):
     """In a module for several platforms, each computes what is expected."""
-    exported = export.export(
+    exported = export(
         jax.jit(f), platforms=platforms or tuple(expected))(*args)
     for platform, fun in expected.items():
       np.testing.assert_allclose(

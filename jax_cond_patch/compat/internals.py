@@ -5,7 +5,7 @@ names the upstream change that made it needed.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 import inspect
 import types
 from typing import Any
@@ -20,6 +20,7 @@ from jax._src import util
 from jax._src import xla_bridge
 from jax._src.interpreters import mlir
 from jax._src.interpreters import partial_eval as pe
+from jax._src.lax.control_flow import common
 from jax._src.lax.control_flow import conditionals
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import hlo
@@ -65,6 +66,11 @@ def bind_platform_index(branches_platforms):
     An int32 scalar.
   """
   return platform_index_p.bind(**platform_index_params(branches_platforms))
+
+
+def takes(fun: Callable, name: str) -> bool:
+  """Whether a function has a parameter of this name."""
+  return name in inspect.signature(fun).parameters
 
 
 # Functions and their globals.
@@ -133,6 +139,16 @@ def is_ref(aval) -> bool:
   return isinstance(aval, AbstractRef)
 
 
+def tangent_aval(aval):
+  """The type of the tangents of a value.
+
+  https://github.com/jax-ml/jax/commit/018189491b (0.4.34) renamed it.
+  """
+  if hasattr(aval, "to_tangent_aval"):
+    return aval.to_tangent_aval()
+  return aval.at_least_vspace()
+
+
 def cotangent_aval(aval):
   """The type of the cotangents of a linear value.
 
@@ -174,7 +190,7 @@ def jaxpr_eqn_recipe(trace, in_tracers, out_tracers, primitive, params, effects,
   https://github.com/jax-ml/jax/commit/859e120fdd
   """
   args = (in_tracers, out_tracers, primitive, params, effects, source_info)
-  if "trace" in inspect.signature(pe.new_eqn_recipe).parameters:
+  if takes(pe.new_eqn_recipe, "trace"):
     args = (trace, *args)
   return pe.new_eqn_recipe(*args)
 
@@ -204,6 +220,12 @@ def weakref_lru_cache(fun: Callable) -> Callable:
 def clear_caches() -> None:
   """Forgets all that JAX has traced, lowered and compiled."""
   jax.clear_caches()
+  # It does not know this cache of the branches of conditionals up to 0.4.29:
+  # https://github.com/jax-ml/jax/commit/6c34a56b87
+  branches: Any = getattr(
+      common, "_initial_style_jaxprs_with_common_consts", None)
+  if hasattr(branches, "cache_clear"):
+    branches.cache_clear()
   # JAX 0.12 copies the rules of a primitive into a second one, `ad.vjp_node`,
   # and keeps it in a cache that `jax.clear_caches` does not know.
   from jax._src.interpreters import ad
@@ -229,25 +251,59 @@ def uncacheable_primitives() -> set | None:
   return getattr(mlir, "_uncacheable_primitives", None)
 
 
-def lowering_platform(shardings: Iterable, jaxpr: core.Jaxpr,
-                      context_mesh) -> str:
+def requested_platforms(arguments: dict[str, Any]) -> tuple[str, ...] | None:
+  """The platforms that `pxla.lower_sharding_computation` is told to lower for.
+
+  They were among the lowering parameters up to JAX 0.4.29:
+  https://github.com/jax-ml/jax/commit/6ba16e0348.
+
+  Args:
+    arguments: its arguments, by name.
+
+  Returns:
+    The names of the platforms, or None if it is to find out by itself.
+  """
+  if "lowering_platforms" in arguments:
+    return arguments["lowering_platforms"]
+  return getattr(arguments["lowering_parameters"], "platforms", None)
+
+
+def computation_platforms(computation) -> tuple[str, ...]:
+  """The platforms that JAX has found for a `pxla.MeshComputation`.
+
+  It has them since JAX 0.4.29:
+  https://github.com/jax-ml/jax/commit/bb4c073574.
+  """
+  if hasattr(computation, "_platforms"):
+    return tuple(computation._platforms)
+  return (_client_platform(computation.compile_args["backend"]),)
+
+
+def lowering_platform(arguments: dict[str, Any], jaxpr: core.Jaxpr) -> str:
   """The platform that `pxla.lower_sharding_computation` lowers for by itself.
 
   Args:
-    shardings: the shardings of the inputs and outputs of a computation.
+    arguments: its arguments, by name.
     jaxpr: the computation.
-    context_mesh: the mesh around it, None or an empty mesh if there is none.
 
   Returns:
     The name of the platform.
   """
+  # https://github.com/jax-ml/jax/commit/958234a9c1 (0.4.33) passes a mesh.
+  devices = arguments.get("devices_from_context")
+  context_mesh = arguments.get("context_mesh")
   if context_mesh is not None and not context_mesh.empty:
-    for device in getattr(context_mesh, "_flat_devices_tuple", None) or ():
-      return _platform_of(device)
+    devices = getattr(context_mesh, "_flat_devices_tuple", None)
+  if devices:
+    return _platform_of(devices[0])
+  shardings = [*arguments["in_shardings"], *arguments["out_shardings"]]
   # With one platform there is nothing to find out, and this takes time.
-  inner = (dispatch.get_intermediate_shardings(jaxpr)
-           if len(xla_bridge.backends()) > 1 else ())
-  for sharding in (*shardings, *(s for s, _ in inner)):
+  if len(xla_bridge.backends()) > 1:
+    # https://github.com/jax-ml/jax/commit/0426388d31 (0.4.31) renamed it.
+    inner = (getattr(dispatch, "get_intermediate_shardings", None) or
+             dispatch.jaxpr_shardings)(jaxpr)
+    shardings.extend(sharding for sharding, _ in inner)
+  for sharding in shardings:
     if isinstance(sharding, jax.sharding.Sharding):
       try:
         devices = sharding._device_assignment
@@ -257,12 +313,14 @@ def lowering_platform(shardings: Iterable, jaxpr: core.Jaxpr,
   device = jax.config.jax_default_device
   if device is not None and not isinstance(device, str):
     return _platform_of(device)
-  backend = xla_bridge.get_backend(device)
-  return getattr(backend, "_raw_platform", backend.platform)
+  return _client_platform(xla_bridge.get_backend(device))
 
 
 def _platform_of(device) -> str:
-  client = device.client
+  return _client_platform(device.client)
+
+
+def _client_platform(client) -> str:
   return getattr(client, "_raw_platform", client.platform)
 
 
@@ -273,13 +331,18 @@ def ordered_effects(effects) -> list:
 def flat_ir_types(module_context, avals: Sequence) -> tuple[list, Callable]:
   """The IR types of some avals in one list, and what undoes it for values.
 
-  The helpers for this moved at JAX 0.4.31, 0.10.0 and 0.10.2:
+  The helpers for this moved at JAX 0.4.31, 0.10.0 and 0.10.2, and until the
+  first of these the value of an output is a list of IR values:
   https://github.com/jax-ml/jax/commit/3d5784a343,
   https://github.com/jax-ml/jax/commit/99a8f4b908,
   https://github.com/jax-ml/jax/commit/b8105546a9.
   """
   if hasattr(mlir, "_aval_to_ir_types"):
     types_ = [mlir._aval_to_ir_types(module_context, a) for a in avals]
+  elif values_are_lists:
+    types_ = [mlir.aval_to_ir_types(a) for a in avals]
+    return (util.flatten(types_),
+            lambda values: util.unflatten(values, list(map(len, types_))))
   else:
     types_ = [mlir.aval_to_ir_type(a) for a in avals]
   if hasattr(mlir, "ir_tree_registry"):
@@ -292,6 +355,8 @@ def flat_ir_types(module_context, avals: Sequence) -> tuple[list, Callable]:
 def flat_ir_values(values) -> list[ir.Value]:
   if hasattr(mlir, "ir_tree_registry"):
     return mlir.ir_tree_registry.flatten(list(values))[0]
+  if values_are_lists:
+    return util.flatten(values)
   return mlir.flatten_ir_values(values)
 
 
@@ -317,6 +382,11 @@ def _ir_consts(jaxpr) -> list:
   return mlir._ir_consts(consts)
 
 
+# https://github.com/jax-ml/jax/commit/3d5784a343 (JAX 0.4.31): up to then
+# `mlir.jaxpr_subcomp` takes and returns a list of IR values for each value.
+values_are_lists = hasattr(mlir, "wrap_singleton_ir_values")
+
+
 def lower_jaxpr_inline(ctx: mlir.LoweringRuleContext, jaxpr, tokens_in,
                        *args) -> tuple[Sequence, Any]:
   """Lowers a closed jaxpr at the insertion point, in a rule's context.
@@ -330,20 +400,26 @@ def lower_jaxpr_inline(ctx: mlir.LoweringRuleContext, jaxpr, tokens_in,
   Returns:
     The IR values of the outputs, and the tokens afterwards.
   """
+  positional: tuple = ()
   kwargs: dict[str, Any] = dict(dim_var_values=ctx.dim_var_values)
+  # The name stack was in the module context up to 0.4.24,
+  # https://github.com/jax-ml/jax/commit/f1ea67117e.
+  if hasattr(ctx, "name_stack"):
+    positional = (ctx.name_stack,)
+  if values_are_lists:
+    args = tuple(map(mlir.wrap_singleton_ir_values, args))
   # https://github.com/jax-ml/jax/commit/017509aec2 (0.7.1) and
   # https://github.com/jax-ml/jax/commit/6f2f0f362d (0.9.1)
   if hasattr(ctx, "const_lowering"):
     kwargs["const_lowering"] = ctx.const_lowering
-  if "outer_traceback" in _jaxpr_subcomp_parameters:
+  if _takes_outer_traceback:
     kwargs["outer_traceback"] = ctx.traceback
   return mlir.jaxpr_subcomp(
-      ctx.module_context, open_jaxpr(jaxpr), ctx.name_stack, tokens_in,
+      ctx.module_context, open_jaxpr(jaxpr), *positional, tokens_in,
       _ir_consts(jaxpr), *args, **kwargs)
 
 
-_jaxpr_subcomp_parameters = frozenset(
-    inspect.signature(mlir.jaxpr_subcomp).parameters)
+_takes_outer_traceback = takes(mlir.jaxpr_subcomp, "outer_traceback")
 
 
 def i32_constant(i: int) -> ir.Value:

@@ -1,0 +1,108 @@
+"""Makes docs/releases.md from the reports of `nox -s releases`.
+
+It also puts the table of releases into the README, between two comments.
+
+python docs/releases.py .nox/reports
+"""
+import collections
+import itertools
+import importlib.util
+import pathlib
+import sys
+from xml.etree import ElementTree
+
+_ROOT = pathlib.Path(__file__).parent.parent
+
+_HEAD = """\
+# Results on each release
+
+Made by `docs/releases.py` from the reports of `nox -s releases`; do not edit.
+A test is skipped where a release does not have what it is about.
+
+| JAX | jaxlib | Python | date | test files | passed | failed | skipped |
+|-----|--------|--------|------|------------|--------|--------|---------|
+"""
+
+
+_PARAMS = dict(added="`platforms`, added", native="`branches_platforms`, JAX's")
+
+
+def _releases():
+  """Reads the table of releases, without importing JAX."""
+  spec = importlib.util.spec_from_file_location(
+      "releases", _ROOT / "jax_cond_patch/compat/releases.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.RELEASES
+
+
+def _row(jax: str, path: pathlib.Path, reasons: dict[str, list[str]]) -> str:
+  """One line of the table."""
+  if not path.exists():
+    return f"| {jax} | | | not run | | | | |\n"
+  suite = ElementTree.parse(path).getroot().find("testsuite")
+  versions = dict(part.split(" ") for part in suite.get("name").split(", "))
+  if versions["JAX"] != jax:
+    raise SystemExit(f"{path} is the report of JAX {versions['JAX']}.")
+  cases = suite.findall("testcase")
+  names = {case.get("classname").split(".")[-2] for case in cases}
+  missing = {p.stem for p in (_ROOT / "tests").glob("*_test.py")} - names
+  skipped = [case for case in cases if case.find("skipped") is not None]
+  for case in skipped:
+    reason = case.find("skipped").get("message")
+    if jax not in reasons[reason]:
+      reasons[reason].append(jax)
+  failed = [case for case in cases if case.find("failure") is not None or
+            case.find("error") is not None]
+  files = "all" if not missing else ", ".join(
+      sorted(name.removesuffix("_test") for name in names))
+  passed = len(cases) - len(failed) - len(skipped)
+  return (f"| {jax} | {versions['jaxlib']} | {versions['Python']} | "
+          f"{suite.get('timestamp')[:10]} | {files} | {passed} | {len(failed)} "
+          f"| {len(skipped)} |\n")
+
+
+def compatibility() -> str:
+  """The README's table: releases that are alike in one line."""
+  def line(release):
+    pins = [("jaxlib of the same version" if pin == f"jaxlib=={release.jax}"
+             else f"`{pin}`") for pin in release.pins]
+    return (f"| {release.python} | {', '.join(pins) or '-'} | "
+            f"{_PARAMS[release.era]} |\n")
+
+  text = ("| JAX | tested with Python | to be asked for with it | param of "
+          "`cond` |\n|---|---|---|---|\n")
+  for rest, group in itertools.groupby(_releases(), line):
+    versions = [release.jax for release in group]
+    text += "| " + (versions[0] if len(versions) == 1 else
+                    f"{versions[0]} to {versions[-1]}") + " " + rest
+  return text
+
+
+def main() -> None:
+  reports = pathlib.Path(sys.argv[1])
+  reasons: dict[str, list[str]] = collections.defaultdict(list)
+  rows = [_row(r.jax, reports / f"{r.jax}.xml", reasons) for r in _releases()]
+  text = _HEAD + "".join(rows)
+  if reasons:
+    text += "\nWhy tests are skipped, and on which releases:\n\n"
+    for reason, releases in reasons.items():
+      where = (releases[0] if len(releases) == 1 else
+               f"{releases[0]} to {releases[-1]}")
+      text += f"- {reason} ({where})\n"
+  (_ROOT / "docs/releases.md").write_text(text)
+  readme = _ROOT / "README.md"
+  before, _, after = split_readme(readme.read_text())
+  readme.write_text(before + compatibility() + after)
+
+
+def split_readme(text: str) -> tuple[str, str, str]:
+  """What stands before, in and after the README's table."""
+  before, rest = text.split("<!-- releases -->\n\n")
+  table, after = rest.split("\n<!-- end of releases -->")
+  return (f"{before}<!-- releases -->\n\n", table,
+          f"\n<!-- end of releases -->{after}")
+
+
+if __name__ == "__main__":
+  main()
