@@ -68,10 +68,17 @@ fused_p.multiple_results = True
 fused_p.def_abstract_eval(lambda *xs: xs)
 mlir.register_lowering(fused_p, mlir.lower_fun(
     lambda *xs: [x * 2 for x in xs], multiple_results=True))
-batching.primitive_batchers[fused_p] = lambda xs, dims: (
-    fused_p.bind(*[x if d is not None else jnp.stack(
-        [x] * next(y.shape[0] for y, e in zip(xs, dims) if e is not None))
-                   for x, d in zip(xs, dims)]), [0] * len(xs))
+
+
+def _fused_batching(xs, dims):
+  size, = {x.shape[d] for x, d in zip(xs, dims) if d is not None}
+  outs = fused_p.bind(*(
+      jnp.broadcast_to(x, (size, *x.shape)) if d is None else
+      jnp.moveaxis(x, d, 0) for x, d in zip(xs, dims)))
+  return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[fused_p] = _fused_batching
 
 
 def _fused_jvp(xs, ts):
