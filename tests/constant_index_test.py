@@ -482,6 +482,16 @@ class DifferentiationTest(tu.JcpTestCase):
     self.assertAllClose(jax.grad(jax.jit(f))(X), jax.grad(direct)(X))
     self.assertAllClose(jax.jit(jax.grad(scanned))(X), 9 * X ** 8, rtol=1e-5)
 
+  def test_vmap_without_a_rule(self):
+    def no_rule(x):
+      return jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), x.dtype), x)
+    f = jax.vmap(lambda x: lax.switch(-3, [lambda x: x * 3, no_rule], x))
+    self.assertSameModule(f, lambda x: x * 3, X)
+    with self.assertRaisesRegex(NotImplementedError, "vmap"):
+      jax.jit(jax.vmap(lambda x: lax.cond(x > 0, no_rule, jnp.sin, x)))(X)
+    with self.assertRaisesRegex(NotImplementedError, "vmap"):
+      jax.jit(jax.vmap(lambda x: lax.cond(True, no_rule, jnp.sin, x)))(X)
+
   def test_unknown_index(self):
     for f in (lambda x: lax.cond(x[0] > 0, IF_TRUE, IF_FALSE, x).sum(),
               lambda x: lax.switch(x[0].astype(int), THREE, x).sum()):
