@@ -10,6 +10,7 @@ from jax_cond_patch.activation import activated as activated
 from jax_cond_patch.activation import deactivate as deactivate
 from jax_cond_patch.activation import deactivated as deactivated
 from jax_cond_patch.activation import is_active as is_active
+from jax_cond_patch.activation import pin as pin
 from jax_cond_patch.activation import status as status
 from jax_cond_patch.errors import JaxCondPatchError as JaxCondPatchError
 from jax_cond_patch.errors import (

@@ -114,6 +114,7 @@ def table() -> Sequence[Replacement]:
 def _table() -> Sequence[Replacement]:
   from jax._src import checkify
   from jax._src import core
+  from jax._src import effects
   from jax._src.interpreters import ad
   from jax._src.interpreters import batching
   from jax._src.interpreters import mlir
@@ -123,6 +124,7 @@ def _table() -> Sequence[Replacement]:
   from jax._src.state import discharge
   from jax_cond_patch import deferral
   from jax_cond_patch import lowering
+  from jax_cond_patch import pinning
   from jax_cond_patch import resolution
   from jax_cond_patch import rules
   from jax_cond_patch.compat import internals
@@ -144,6 +146,9 @@ def _table() -> Sequence[Replacement]:
           Attribute(conditionals.platform_dependent, "__code__"),
           lambda _: rules.platform_dependent_code.__code__,
           "stages a conditional with platforms, branches told by identity")
+
+  replace("cond_p.impl", Attribute(cond_p, "impl"), rules.impl,
+          "runs the branch taken if another one can't be lowered")
 
   index_why = "the platform index is not passed on, but made again"
   add("pe.partial_eval_jaxpr_custom_rules[platform_index_p]",
@@ -189,6 +194,14 @@ def _table() -> Sequence[Replacement]:
     replace_rule("core.custom_typechecks", core.custom_typechecks,
                  rules.ignores_platforms, "does not know platforms")
 
+  add("ad.primitive_transposes[pinned_p]",
+      Item(ad.primitive_transposes, pinning.pinned_p), pinning.pinned_transpose,
+      "it is made again, as the platform index is")
+  for name in pinning.ALLOWED_EFFECTS:
+    add(f"effects.{name}: PinnedEffect",
+        Member(getattr(effects, name)._effect_types, pinning.PinnedEffect),
+        pinning.PinnedEffect, "programs may be traced under a pin")
+
   replace("pxla.lower_sharding_computation",
           Attribute(pxla, "lower_sharding_computation"),
           lowering.lower_sharding_computation,
@@ -226,6 +239,7 @@ _lock = threading.RLock()
 # What activation has put in, and what stood there: a stack to undo.
 _undo: list[tuple[Replacement, Any, Any]] = []
 _reason = "not activated yet"
+_pin: tuple[str, ...] | None = None
 
 
 def is_active() -> bool:
@@ -291,10 +305,12 @@ def _differences() -> list[str]:
     return [f"{type(error).__name__}: {error}"]
 
 
-def activate(defer: bool | None = None) -> None:
+def activate(pin: Sequence[str] | None = None,
+             defer: bool | None = None) -> None:
   """Patches JAX, if it is not patched.
 
   Args:
+    pin: as `pin`; None leaves the pin as it is.
     defer: whether a transformation works past branches that it fails on, whose
       errors come when they are lowered. None for what was chosen before, and at
       first for what the environment variable `JAX_COND_PATCH_DEFER` says, true
@@ -306,14 +322,19 @@ def activate(defer: bool | None = None) -> None:
       environment variable has no known value.
   In all cases JAX is as it was.
   """
-  _activate(defer, stacklevel=3)
+  _activate(pin, defer, stacklevel=3)
 
 
-def _activate(defer: bool | None, stacklevel: int) -> None:
+def _activate(pin: Sequence[str] | None, defer: bool | None,
+              stacklevel: int) -> None:
   global _reason
   with _lock:
+    if pin is not None:
+      pin = _valid_pin(pin)
     if is_active():
       _choose_deferral(defer)
+      if pin is not None:
+        _set_pin(pin)
       return
     warning = _check_jax()
     _choose_deferral(defer)
@@ -330,6 +351,8 @@ def _activate(defer: bool | None, stacklevel: int) -> None:
     _undo.extend(undo)
     _hide_own_frames()
     _reason = warning or "activated"
+    if pin is not None:
+      _set_pin(pin)
   if warning is not None:
     _warn_untested(warning, stacklevel + 1)
 
@@ -415,6 +438,45 @@ def deactivate() -> None:
     _reason = "deactivated"
 
 
+def pinned() -> tuple[str, ...] | None:
+  """The platforms that JAX is pinned to, or None."""
+  return _pin
+
+
+def pin(platforms: Sequence[str] | None) -> None:
+  """Promises that this process lowers for some platforms only.
+
+  `platform_dependent` then traces only the branches of these; with one of them
+  left, it calls it. What JAX has traced and compiled is forgotten. A program
+  that was traced under a pin is not lowered for any other platform.
+
+  Args:
+    platforms: the names of the platforms, as those of the branches; None
+      promises nothing.
+  """
+  with _lock:
+    _set_pin(None if platforms is None else _valid_pin(platforms))
+
+
+def _valid_pin(platforms: Sequence[str]) -> tuple[str, ...]:
+  names = (platforms,) if isinstance(platforms, str) else tuple(platforms)
+  if not names or not all(isinstance(n, str) and n.strip() for n in names):
+    raise ValueError(
+        "jax_cond_patch is pinned to the names of platforms, as in "
+        f"('cpu', 'cuda'), and got {platforms!r}.")
+  if "gpu" in names:
+    raise ValueError("Pin jax_cond_patch to 'cuda' or 'rocm', not to 'gpu'.")
+  return tuple(dict.fromkeys(names))
+
+
+def _set_pin(platforms: tuple[str, ...] | None) -> None:
+  global _pin
+  if platforms != _pin:
+    _pin = platforms
+    if is_active():
+      _clear_caches()
+
+
 def _clear_caches() -> None:
   from jax_cond_patch.compat import internals
   internals.clear_caches()
@@ -464,6 +526,7 @@ class Status:
     era: "added" or "native", or None for an unknown JAX.
     replaced: the names of what is replaced now.
     defers: whether the errors of branches that are not reached are deferred.
+    pin: the platforms that JAX is pinned to while it is patched, or None.
   """
   active: bool
   reason: str
@@ -471,6 +534,7 @@ class Status:
   era: releases.Era | None
   replaced: tuple[str, ...]
   defers: bool
+  pin: tuple[str, ...] | None
 
 
 def status() -> Status:
@@ -482,11 +546,12 @@ def status() -> Status:
         active=is_active(), reason=_reason, jax_version=found,
         era=release and release.era,
         replaced=tuple(replacement.name for replacement, _, _ in _undo),
-        defers=is_active() and bool(_defer))
+        defers=is_active() and bool(_defer), pin=_pin)
 
 
 _SWITCH = "JAX_COND_PATCH"
 _DEFER_SWITCH = "JAX_COND_PATCH_DEFER"
+_PIN = "JAX_COND_PATCH_PIN"
 _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -508,8 +573,17 @@ def activate_on_import() -> None:
   if not _read_switch(_SWITCH):
     _reason = f"{_SWITCH}={os.environ[_SWITCH]}"
     return
+  pin = None
+  if _PIN in os.environ:
+    try:
+      pin = _valid_pin([n.strip() for n in os.environ[_PIN].split(",")])
+    except ValueError as error:
+      raise JaxCondPatchError(
+          f"The environment variable {_PIN} is {os.environ[_PIN]!r}, and must "
+          "be the names of platforms with commas between them, such as "
+          f"cpu,cuda. {error}") from None
   try:
-    _activate(None, stacklevel=4)
+    _activate(pin, None, stacklevel=4)
   except UnsupportedJaxVersionError as error:
     _reason = str(error)
     warnings.warn(str(error), UnsupportedJaxVersionWarning, stacklevel=3)

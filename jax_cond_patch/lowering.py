@@ -25,9 +25,9 @@ def lower_sharding_computation(original: Callable) -> Callable:
   signature = inspect.signature(original)
 
   def lower_resolved(closed_jaxpr, *args, **kwargs):
-    jaxpr = internals.open_jaxpr(closed_jaxpr)
-    if not resolution.has_platform_conditionals(jaxpr):
+    if not resolution.needs(closed_jaxpr).resolvable:
       return original(closed_jaxpr, *args, **kwargs)
+    jaxpr = internals.open_jaxpr(closed_jaxpr)
     arguments = signature.bind(closed_jaxpr, *args, **kwargs).arguments
     requested = internals.requested_platforms(arguments)
 
@@ -52,9 +52,8 @@ def lower_sharding_computation(original: Callable) -> Callable:
 def jaxpr_subcomp(original: Callable) -> Callable:
   """Makes `mlir.jaxpr_subcomp` resolve the equations that it lowers."""
   def resolved_jaxpr_subcomp(ctx, jaxpr, *args, **kwargs):
-    if resolution.has_platform_conditionals(jaxpr):
-      jaxpr = resolution.resolve(
-          jaxpr, ctx.platforms, resolution.Scope.EQUATIONS)
+    jaxpr = resolution.resolve(
+        jaxpr, ctx.platforms, resolution.Scope.EQUATIONS)
     return original(ctx, jaxpr, *args, **kwargs)
 
   return resolved_jaxpr_subcomp

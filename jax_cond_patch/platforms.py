@@ -68,6 +68,11 @@ def reachable(branches_platforms: BranchesPlatforms,
                    tuple(missing))
 
 
+def quote(names: Sequence[str]) -> str:
+  """Lists the names of platforms, for a message."""
+  return ", ".join(map(repr, names))
+
+
 def describe(branches_platforms: BranchesPlatforms) -> str:
   """Lists the platforms that have a branch, for a message."""
   names = [repr(p) for ps in branches_platforms for p in ps or ()]

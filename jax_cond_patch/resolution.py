@@ -5,31 +5,33 @@ runs there. A platform conditional with one owner becomes the equations of that
 branch, as if the user had called it; one with several keeps the branches that
 are reached, each resolved for the platforms that it owns. Nothing of the other
 branches is left: no equation, constant, effect or input.
+
+An ordinary conditional whose index is known by then, as far as `constants`
+follows it, becomes the branch that it takes. One whose index differs by
+platform is a platform conditional.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import enum
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 import numpy as np
 
+from jax_cond_patch import constants
 from jax_cond_patch import deferral
+from jax_cond_patch import pinning
 from jax_cond_patch import platforms as platforms_lib
 from jax_cond_patch.compat import internals
 
 # Primitives that lower their jaxprs as if these stood in the jaxpr around them.
 # A primitive that is not here may lower its own for another platform, as
 # `pallas_call` does; what it lowers by `mlir.jaxpr_subcomp` is resolved there.
-TRANSPARENT_PRIMITIVES = frozenset([
-    "call", "checkpoint", "closed_call", "cond", "core_call",
-    "core_closed_call", "custom_jvp_call", "custom_lin", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "eval_jaxpr", "jit", "named_call", "pjit", "remat",
-    "remat2", "remat_call", "run_state", "scan", "shard_map", "while",
-    "xla_call", "xla_pmap"])
+TRANSPARENT_PRIMITIVES = constants.CALLS | {
+    "cond", "custom_lin", "run_state", "scan", "while", "xla_pmap"}
 
 
 class Scope(enum.Enum):
@@ -62,14 +64,40 @@ def is_platform_conditional(eqn: core.JaxprEqn) -> bool:
           eqn.params.get(internals.PLATFORMS) is not None)
 
 
+class Needs(NamedTuple):
+  """What `resolve` may find in a jaxpr.
+
+  Attributes:
+    resolvable: whether there may be something to resolve.
+    inputs: the positions of the inputs on which the index of a conditional may
+      depend.
+  """
+  resolvable: bool
+  inputs: tuple[int, ...]
+
+
 @internals.weakref_lru_cache
-def has_platform_conditionals(jaxpr: core.Jaxpr) -> bool:
-  """Whether something in a jaxpr, or in its equations' jaxprs, is resolved."""
-  return any(
-      eqn.primitive is internals.platform_index_p or
-      is_platform_conditional(eqn) or
-      any(map(has_platform_conditionals, core.jaxprs_in_params(eqn.params)))
-      for eqn in jaxpr.eqns)
+def needs(jaxpr) -> Needs:
+  """What `resolve` may find in a jaxpr, or in its equations' jaxprs."""
+  resolvable = False
+  inputs: set[int] = set()
+  values: constants.Values | None = None
+  for eqn in internals.open_jaxpr(jaxpr).eqns:
+    if eqn.primitive in (internals.platform_index_p, pinning.pinned_p):
+      resolvable = True
+    jaxprs = internals.jaxprs_in_params(eqn.params)
+    if not jaxprs:
+      continue
+    resolvable |= any([needs(j).resolvable for j in jaxprs])
+    values = values or constants.Values.of_jaxpr(jaxpr, None, inputs.add)
+    if eqn.primitive is internals.cond_p:
+      resolvable |= (is_platform_conditional(eqn) or
+                     len(eqn.params["branches"]) == 1 or
+                     values(eqn.invars[0]) is not None)
+    for called, operands in constants.operands(eqn):
+      resolvable |= any([
+          values(operands[i]) is not None for i in needs(called).inputs])
+  return Needs(resolvable, tuple(sorted(inputs)))
 
 
 def resolve(jaxpr, platforms: Sequence[str], scope: Scope):
@@ -84,7 +112,7 @@ def resolve(jaxpr, platforms: Sequence[str], scope: Scope):
     A jaxpr with the same inputs, outputs and constants, without dead equations;
     the same object if there was nothing to resolve.
   """
-  if not has_platform_conditionals(internals.open_jaxpr(jaxpr)):
+  if not needs(jaxpr).resolvable:
     return jaxpr
   resolved = _resolve(jaxpr, tuple(platforms), scope)
   return jaxpr if resolved is None else internals.map_jaxpr(_dce, resolved)
@@ -99,16 +127,21 @@ def _dce(jaxpr: core.Jaxpr) -> core.Jaxpr:
   return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)[0]
 
 
+# The position of an input, and its value on each lowering platform.
+Known = tuple[int, tuple[constants.Value, ...]]
+
+
 @internals.weakref_lru_cache
-def _resolve(jaxpr, platforms: tuple[str, ...], scope: Scope):
+def _resolve(jaxpr, platforms: tuple[str, ...], scope: Scope,
+             known: tuple[Known, ...] = ()):
   """As `resolve`, with dead equations; None if nothing changes.
 
   The same jaxpr gives the same object, so that what shares a jaxpr shares its
   lowering afterwards. None, since the cache must not hold on to its own key.
   """
-  if not has_platform_conditionals(internals.open_jaxpr(jaxpr)):
+  if not known and not needs(jaxpr).resolvable:
     return None
-  resolver = _Resolver(platforms, scope)
+  resolver = _Resolver(jaxpr, platforms, scope, dict(known))
   resolved = internals.map_jaxpr(resolver.jaxpr, jaxpr)
   return resolved if resolver.changed else None
 
@@ -116,11 +149,20 @@ def _resolve(jaxpr, platforms: tuple[str, ...], scope: Scope):
 class _Resolver:
   """Rewrites one jaxpr, and the branches that are inlined into it."""
 
-  def __init__(self, platforms: tuple[str, ...], scope: Scope):
+  def __init__(self, jaxpr, platforms: tuple[str, ...], scope: Scope,
+               known: dict[int, tuple[constants.Value, ...]]):
     self.platforms = platforms
     self.scope = scope
     self.eqns: list[core.JaxprEqn] = []
     self.new_var = core.gensym()
+    self.definitions: dict[core.Var, core.JaxprEqn] = {}
+    unknown = (None,) * len(platforms)
+    def given(n: int):
+      return lambda i: known.get(i, unknown)[n]
+    self.values = {
+        platform: constants.Values.of_jaxpr(
+            jaxpr, platform, given(n), self.definitions)
+        for n, platform in enumerate(platforms)}
     self.changed = False
 
   def jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -177,16 +219,70 @@ class _Resolver:
     """Emits one equation, and returns which of its outputs are other atoms."""
     if eqn.primitive is internals.platform_index_p:
       return self.platform_index(eqn)
+    if eqn.primitive is pinning.pinned_p:
+      pinning.check(eqn, self.platforms_of(eqn))
+      self.changed = True
+      return {}
     if is_platform_conditional(eqn):
       return self.platform_conditional(eqn)
+    if (eqn.primitive is internals.cond_p and
+        (taken := self.taken(eqn)) is not None):
+      return self.constant_conditional(eqn, taken)
     if (self.scope is Scope.PROGRAM and
         eqn.primitive.name in TRANSPARENT_PRIMITIVES):
-      mapped = _map_jaxprs(
-          eqn, lambda j: _resolve(j, self.platforms_of(eqn), self.scope))
+      platforms = self.platforms_of(eqn)
+      operands = {id(j): xs for j, xs in constants.operands(eqn)}
+      mapped = _map_jaxprs(eqn, lambda j: _resolve(
+          j, platforms, self.scope,
+          self.known(eqn, j, operands.get(id(j)), platforms)))
       self.changed = self.changed or mapped is not eqn
       eqn = mapped
-    self.eqns.append(eqn)
+    self.emit(eqn)
     return {}
+
+  def emit(self, eqn: core.JaxprEqn) -> None:
+    self.eqns.append(eqn)
+    self.definitions.update(dict.fromkeys(eqn.outvars, eqn))
+
+  def known(self, eqn: core.JaxprEqn, jaxpr, operands: Sequence | None,
+            platforms: tuple[str, ...]) -> tuple[Known, ...]:
+    """What is known of the inputs of a jaxpr on which its conditionals depend.
+
+    Args:
+      eqn: the equation that the jaxpr is of.
+      jaxpr: the jaxpr.
+      operands: what its inputs are outside, None if that is not followed.
+      platforms: the lowering platforms of the jaxpr.
+
+    Returns:
+      What is known, by position.
+    """
+    if operands is None:
+      return ()
+    by_position = []
+    for i in needs(jaxpr).inputs:
+      values = {p: value(operands[i]) for p, value in self.values.items()}
+      if internals.platforms_for_eqn_ctx(getattr(eqn, "ctx", None)):
+        # It runs on another platform, for each of these.
+        first, *others = values.values()
+        uniform = first if all(v == first for v in others) else None
+        values = dict.fromkeys(platforms, uniform)
+      if any(v is not None for v in values.values()):
+        by_position.append((i, tuple(values[p] for p in platforms)))
+    return tuple(by_position)
+
+  def taken(self, eqn: core.JaxprEqn) -> tuple[int, ...] | None:
+    """The branch that a conditional takes on each platform, if it is known."""
+    if len(eqn.params["branches"]) == 1:
+      return (0,) * len(self.platforms)
+    indices = [value(eqn.invars[0]) for value in self.values.values()]
+    if any(index is None for index in indices):
+      return None
+    branches = eqn.params["branches"]
+    taken = tuple(constants.taken(branches, index) for index in indices)
+    if len(set(taken)) > 1 and self.platforms_of(eqn) != self.platforms:
+      return None  # It runs on another platform, for each of these.
+    return taken
 
   def platforms_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
     return (internals.platforms_for_eqn_ctx(getattr(eqn, "ctx", None)) or
@@ -200,7 +296,7 @@ class _Resolver:
       self.missing(eqn, branches_platforms, reachable.missing)
       return {}
     if len(reachable.branches) > 1:
-      self.eqns.append(eqn)
+      self.emit(eqn)
       return {}
     self.changed = True
     index = core.Literal(np.int32(reachable.branches[0]), eqn.outvars[0].aval)
@@ -221,11 +317,31 @@ class _Resolver:
     if self.scope is Scope.PROGRAM:
       self.several_owners(eqn, branches, reachable.owned)
     else:
-      self.eqns.append(eqn.replace(
+      self.emit(eqn.replace(
           invars=eqn.invars[1:], primitive=platform_case_p,
           params=dict(branches=tuple(branches), platforms=reachable.owned),
           effects=_kept_effects(eqn.effects, eqn.params["branches"], branches)))
     return {}
+
+  def constant_conditional(self, eqn: core.JaxprEqn, taken: tuple[int, ...]
+                           ) -> dict[core.Var, core.Atom]:
+    """Takes the branches of an ordinary conditional.
+
+    Args:
+      eqn: the conditional.
+      taken: the branch that it takes, for each of the lowering platforms.
+
+    Returns:
+      As `eqn`.
+    """
+    if len(set(taken)) == 1:
+      self.changed = True
+      return self.owner(eqn, eqn.params["branches"][taken[0]])
+    platforms = tuple(
+        tuple(p for p, i in zip(self.platforms, taken) if i == branch)
+        for branch in range(len(eqn.params["branches"])))
+    return self.platform_conditional(eqn.replace(
+        params={**eqn.params, internals.PLATFORMS: platforms}))
 
   def owner(self, eqn: core.JaxprEqn, branch) -> dict[core.Var, core.Atom]:
     jaxpr = internals.open_jaxpr(branch)
@@ -237,28 +353,30 @@ class _Resolver:
   def several_owners(self, eqn: core.JaxprEqn, branches: Sequence,
                      owned: tuple[tuple[str, ...], ...]) -> None:
     index = self.new_var(eqn.invars[0].aval)
-    self.eqns.append(eqn.replace(
+    self.emit(eqn.replace(
         invars=[], outvars=[index], primitive=internals.platform_index_p,
         params=internals.platform_index_params(owned), effects=set()))
     kept = tuple(
-        branch if (new := _resolve(branch, names, self.scope)) is None else new
-        for branch, names in zip(branches, owned))
+        branch if new is None else new for branch, new in zip(branches, (
+            _resolve(branch, names, self.scope,
+                     self.known(eqn, branch, eqn.invars[1:], names))
+            for branch, names in zip(branches, owned))))
     params = {**eqn.params, "branches": kept, internals.PLATFORMS: owned}
-    self.eqns.append(eqn.replace(
+    self.emit(eqn.replace(
         invars=[index, *eqn.invars[1:]], params=params,
         effects=_kept_effects(eqn.effects, eqn.params["branches"], kept)))
 
   def missing(self, eqn: core.JaxprEqn, branches_platforms,
               missing: Sequence[str]) -> None:
     self.changed = True
-    names = ", ".join(map(repr, missing))
+    names = platforms_lib.quote(missing)
     message = (
         f"platform_dependent has no branch for {names}, for which this program "
         "is lowered; it has branches for "
         f"{platforms_lib.describe(branches_platforms)}. It is called at "
         f"{internals.user_location(eqn.source_info)}. Add a branch "
         f"`{missing[0]}=` or `default=`.")
-    self.eqns.append(deferral.deferred_error_eqn(
+    self.emit(deferral.deferred_error_eqn(
         eqn, deferral.DeferredError(NotImplementedError, message)))
 
 

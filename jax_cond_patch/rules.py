@@ -19,12 +19,16 @@ import inspect
 import types
 from typing import Any
 
+import jax
 from jax._src import core
 from jax._src.interpreters import ad
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import conditionals
 
+from jax_cond_patch import activation
+from jax_cond_patch import constants
 from jax_cond_patch import deferral
+from jax_cond_patch import pinning
 from jax_cond_patch import platforms as platforms_lib
 from jax_cond_patch.compat import internals
 
@@ -220,6 +224,22 @@ def platform_dependent(args, default, per_platform):
   if default is not None:
     branches.append(default)
     branches_platforms = (*branches_platforms, None)
+  pin = activation.pinned()
+  if pin is not None and not internals.is_tracing_kernel():
+    # Kernels are not marked: other compilers read them.
+    reachable = platforms_lib.reachable(branches_platforms, pin)
+    if not reachable.branches:
+      raise NotImplementedError(
+          "platform_dependent has no branch for the pin "
+          f"{platforms_lib.quote(pin)}; it has branches for "
+          f"{platforms_lib.describe(branches_platforms)}. Add one, or "
+          "`default=`.")
+    pinning.pinned_p.bind(platforms=pin)
+    branches = [branches[i] for i in reachable.branches]
+    branches_platforms = tuple(
+        branches_platforms[i] for i in reachable.branches)
+    if len(branches) == 1 and not reachable.missing:
+      return branches[0](*args)
   index = internals.bind_platform_index(branches_platforms)
   if internals.is_concrete(index):
     return branches[int(index)](*args)
@@ -275,6 +295,74 @@ class _Staged(_WithPlatforms):
   def bind(self, index, *operands, branches, **params):
     return super().bind(
         index, *operands, branches=branches[:len(self.platforms)], **params)
+
+
+# Evaluation
+
+def impl(rule: Callable) -> Callable:
+  """For a conditional that is run at once: `cond_p.impl`.
+
+  JAX compiles it with the index as an argument. If that can't be lowered, it
+  gets the branch taken alone.
+  """
+  def cond_impl(index, *operands, **params):
+    if params.get(internals.PLATFORMS) is not None:
+      return rule(index, *operands, **params)
+
+    def bind(*args):
+      return cond_p.bind(*args, **params)
+    try:
+      return rule(index, *operands, **params)
+    except Exception:
+      try:
+        jax.jit(bind).lower(index, *operands)
+      except Exception:
+        pass
+      else:
+        raise  # It has run.
+    branch = params["branches"][constants.taken(params["branches"], index)]
+    return rule(index, *operands, **{**params, "branches": (branch,)})
+
+  return cond_impl
+
+
+def takes_known_branch(index_of: Callable, always: bool = False) -> Callable:
+  """Decorates the making of a rule: it transforms only the branch taken.
+
+  That is, of an ordinary conditional whose index is known already, if JAX's
+  rule fails on the branches together.
+
+  Args:
+    index_of: returns the index, given the arguments of the rule.
+    always: also if it does not fail. Where differentiation begins it is too
+      early to tell: it may fail at the end, and outside of a rule.
+
+  Returns:
+    A decorator.
+  """
+  def decorator(make_rule: Callable) -> Callable:
+    @functools.wraps(make_rule)
+    def make(original: Callable) -> Callable:
+      rule = make_rule(original)
+
+      def taking_rule(*args, **params):
+        if params.get(internals.PLATFORMS) is not None:
+          return rule(*args, **params)
+        index = constants.known_to_trace(index_of(*args))
+        if index is None:
+          return rule(*args, **params)
+        if not always:
+          try:
+            return rule(*args, **params)
+          except Exception:
+            pass
+        branches = params["branches"]
+        branch = branches[constants.taken(branches, index)]
+        return rule(*args, **{**params, "branches": (branch,)})
+
+      return taking_rule
+    return make
+  return decorator
 
 
 # Rules for cond_p. Those of the added era take and drop `platforms`.
@@ -333,6 +421,7 @@ class _Jvp(_WithPlatforms):
     return super().bind(index, *operands, branches=branches, **params)
 
 
+@takes_known_branch(lambda primals, tangents: primals[0], always=True)
 def jvp(rule: Callable) -> Callable:
   """For the jvp rule."""
   function = internals.undecorated(rule)
@@ -394,6 +483,7 @@ def transpose(rule: Callable) -> Callable:
   return transpose_rule
 
 
+@takes_known_branch(lambda axis_data, args, dims: args[0])
 def batching(rule: Callable) -> Callable:
   """For the batching rule, which binds `cond_p` if the index is not mapped.
 
@@ -524,6 +614,13 @@ def _renew_staged_index(trace, outs, platforms) -> None:
     tracer.recipe = renewed
 
 
+def _linearized_index(*args):
+  # It comes after the list of what has a tangent; before that there is another
+  # argument since JAX 0.9.1.
+  return args[[isinstance(x, (tuple, list)) for x in args].index(True) + 1]
+
+
+@takes_known_branch(_linearized_index, always=True)
 def linearize(rule: Callable) -> Callable:
   """For linearization (JAX 0.7.1 and later): the index is no residual."""
   def nonzeros_in(*args):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import inspect
+import sys
 import types
 from typing import Any
 
@@ -118,6 +119,13 @@ def open_jaxpr(jaxpr) -> core.Jaxpr:
   return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
 
 
+def jaxprs_in_params(params: dict[str, Any]) -> list:
+  """As `core.jaxprs_in_params`, but with the constants of the jaxprs."""
+  return [x for param in params.values()
+          for x in (param if isinstance(param, (tuple, list)) else (param,))
+          if is_jaxpr(x)]
+
+
 def rename_input_effects(effects, rename: Callable):
   """Renames the variables that the effects of an equation are about.
 
@@ -160,6 +168,66 @@ def cotangent_aval(aval):
     if hasattr(aval, name):
       return getattr(aval, name)()
   return aval
+
+
+def loop_arity(eqn: core.JaxprEqn) -> tuple[int, int]:
+  """How many constants the body of a `scan` or `while` has, and its carry.
+
+  https://github.com/jax-ml/jax/commit/08958bdfe2 (after JAX 0.11.0) put those
+  of `scan` into one param.
+  """
+  if eqn.primitive.name == "while":
+    consts = eqn.params["body_nconsts"]
+    return consts, len(eqn.invars) - eqn.params["cond_nconsts"] - consts
+  if "ft_in" in eqn.params:
+    consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
+    return consts, carry
+  return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+_FOLLOWED_EQUATIONS = 50
+
+
+def staged(tracer) -> tuple[Any, dict, dict]:
+  """The variable that a tracer stands for in the jaxpr that is being made.
+
+  Args:
+    tracer: a tracer.
+
+  Returns:
+    The variable, None if there is none; the equations that it was computed by
+    last; and the values of constants.
+  """
+  if not isinstance(tracer, pe.DynamicJaxprTracer):
+    return None, {}, {}
+  frame = tracer._trace.frame
+  definitions = {}
+  if hasattr(frame, "eqns"):
+    for eqn in frame.eqns[-_FOLLOWED_EQUATIONS:]:
+      definitions.update(dict.fromkeys(eqn.outvars, eqn))
+    var = frame.tracer_to_var.get(id(tracer))
+    return var, definitions, frame.constvar_to_val
+  # https://github.com/jax-ml/jax/commit/83c5251c5b (JAX 0.7.0) gave each tracer
+  # its equation.
+  pending = [tracer]
+  while pending and len(definitions) < _FOLLOWED_EQUATIONS:
+    eqn = pending.pop(0).parent
+    if eqn is not None and eqn.outvars[0] not in definitions:
+      definitions.update(dict.fromkeys(eqn.outvars, core.new_jaxpr_eqn(
+          [t.val for t in eqn.in_tracers], eqn.outvars, eqn.primitive,
+          eqn.params, eqn.effects)))
+      pending.extend(eqn.in_tracers)
+  return tracer.val, definitions, frame.constvar_to_val
+
+
+def is_tracing_kernel() -> bool:
+  """Whether the body of a Pallas kernel is being traced."""
+  pallas_core = sys.modules.get("jax._src.pallas.core")
+  if pallas_core is None:
+    return False
+  if hasattr(pallas_core, "_grid_context"):
+    return pallas_core._grid_context.value is not None
+  return pallas_core._pallas_tracing_env.grid_context is not None
 
 
 def compute_type(eqn: core.JaxprEqn) -> str | None:
