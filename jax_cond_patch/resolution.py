@@ -271,6 +271,7 @@ class _Resolver:
     """Resolves a kernel for each of the platforms that it is lowered for."""
     chosen: dict[Hashable, list[str]] = {}
     for platform in self.platforms_of(eqn):
+      assert isinstance(platform, str)  # those of a module
       chosen.setdefault(_choices(eqn, platform), []).append(platform)
     kernels = [_resolve_kernel(eqn, names[0]) for names in chosen.values()]
     self.changed = self.changed or kernels != [eqn]
@@ -297,7 +298,7 @@ class _Resolver:
 
 
 def _kernel_platform(eqn: core.JaxprEqn, platform: str) -> Platform | None:
-  """What chooses the branches in a kernel; None if they are left as they are."""
+  """What chooses the branches in a kernel; None if it is left as it is."""
   if internals.is_interpreted(eqn):
     return platform
   language = internals.kernel_language(eqn, platform)
