@@ -176,9 +176,18 @@ def _table() -> Sequence[Replacement]:
                why)
   if cond_p in internals.remat_rules():
     replace_rule("remat.rules", internals.remat_rules(), rules.remat, why)
+  if internals.has_strict_to_lojax():
+    replace("cond_p.to_lojax", Attribute(cond_p, "to_lojax"),
+            rules.passes_platforms, "keeps platforms")
   if not internals.native:
-    replace_rule("core.custom_typechecks", core.custom_typechecks,
-                 rules.ignores_platforms, "does not know platforms")
+    from jax.experimental import shard_map
+    for name, rules_table in (
+        ("core.custom_typechecks", core.custom_typechecks),
+        ("shard_map._check_rules", shard_map._check_rules)):
+      replace_rule(name, rules_table, rules.ignores_platforms,
+                   "does not know platforms")
+    replace_rule("shard_map._rewrite_rules", shard_map._rewrite_rules,
+                 rules.passes_platforms, "keeps platforms")
 
   replace("pxla.lower_sharding_computation",
           Attribute(pxla, "lower_sharding_computation"),

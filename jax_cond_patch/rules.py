@@ -249,7 +249,7 @@ class _Staged(_WithPlatforms):
         index, *operands, branches=branches[:len(self.platforms)], **params)
 
 
-# Rules for cond_p. Those of the added era take and drop `platforms`.
+# Rules for cond_p.
 
 def _run(rule: types.FunctionType, cond, args, params,
          transformation: deferral.Transformation):
@@ -336,8 +336,21 @@ fancy_transpose = functools.partial(
     carries_platforms, transformation=_TRANSPOSITION)
 
 
+def passes_platforms(rule: Callable) -> Callable:
+  """For rules that know only `branches` and bind `cond_p`, in both eras."""
+  function = internals.undecorated(rule)
+
+  def passing_rule(*args, **params):
+    platforms = params.pop(internals.PLATFORMS, None)
+    if platforms is None:
+      return rule(*args, **params)
+    return _with_cond_p(function, _WithPlatforms(platforms))(*args, **params)
+
+  return passing_rule
+
+
 def ignores_platforms(rule: Callable) -> Callable:
-  """For rules that make no conditional: type checks."""
+  """For rules that make no conditional: checks."""
   def ignoring_rule(*args, platforms=None, **params):
     del platforms
     return rule(*args, **params)
@@ -365,8 +378,8 @@ def batching(rule: Callable) -> Callable:
   """For the batching rule, which binds `cond_p` if the index is not mapped.
 
   A platform does not differ between the elements of a batch. An index that is
-  mapped nevertheless is made again, as JAX does since 0.6.2:
-  https://github.com/jax-ml/jax/issues/29329.
+  mapped nevertheless is made again, as JAX does since 0.6.2 (0.6.1 asserts that
+  there is none): https://github.com/jax-ml/jax/commit/31ef2cf243.
   """
   transformation = deferral.Transformation(
       "batching (vmap)",

@@ -86,6 +86,17 @@ def with_globals(fun: types.FunctionType, **names) -> types.FunctionType:
   return rebound
 
 
+def has_strict_to_lojax() -> bool:
+  """Whether `cond_p.to_lojax` refuses JAX's own param that holds platforms.
+
+  From JAX 0.7.2 to 0.9.0.1: https://github.com/jax-ml/jax/commit/b8f172f49b.
+  """
+  rule = getattr(cond_p, "to_lojax", None)
+  return rule is not None and all(
+      p.kind is not inspect.Parameter.VAR_KEYWORD
+      for p in inspect.signature(rule).parameters.values())
+
+
 # Jaxprs.
 
 def is_concrete(x) -> bool:

@@ -27,6 +27,8 @@ class Release(typing.NamedTuple):
 
 RELEASES: tuple[Release, ...] = (
     Release("0.6.0", "added", "3.11"),
+    Release("0.6.1", "native", "3.11"),
+    Release("0.7.2", "native", "3.11"),
     Release("0.10.2", "native", "3.11"),
     Release("0.12.0.1", "native", "3.12"),
 )
