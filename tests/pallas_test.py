@@ -239,6 +239,17 @@ class KernelTest(tu.JcpTestCase):
         tu.count_ops(text, "stablehlo.case"), tu.count_ops(
             tu.lower(call(direct), X, platforms=("cpu",)), "stablehlo.case"))
 
+  def test_interpreted_as_on_a_gpu(self):
+    if not hasattr(plgpu, "InterpretGPUParams"):
+      self.skipTest("This JAX has no interpreter of Mosaic GPU.")
+    parameters = inspect.signature(plgpu.kernel).parameters
+    out = "out_type" if "out_type" in parameters else "out_shape"
+    call = plgpu.kernel(kernel(*BRANCHES), **{out: OUT},
+                        interpret=plgpu.InterpretGPUParams())
+    self.assertAllClose(call(X), X + np.float32(1.5))
+    text = tu.lower(call, X, platforms=("cpu",))
+    self.assertEqual(constants(text), [BRANCHES["cpu"]])
+
   @parameterized.parameters(True, TPU_INTERPRETER())
   def test_interpreted_references_in_branches(self, interpret):
     def kernel(x_ref, o_ref):
