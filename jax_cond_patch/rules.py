@@ -1,7 +1,6 @@
 """Carries the platforms of a conditional through JAX's own rules.
 
 In the added era (up to JAX 0.6.0) JAX's rules for `cond_p` know `branches`
-In the added era (up to JAX 0.6.0) JAX's rules for `cond_p` know `branches`
 only, and one does so later. Each is run here as it is, with a `cond_p` in its
 globals that gives the conditionals that this rule makes the platforms of the
 one it was called for. Conditionals inside of the branches are other calls of

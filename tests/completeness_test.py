@@ -51,29 +51,18 @@ NEVER_WITH_REFS = "an assertion, which looks at no params"
 
 SAFE_TABLES = {
     ("jax._src.core.custom_typechecks", "cond_p"): TAKES_ANY_PARAMS,
-    ("jax._src.interpreters.ad.fancy_transposes", "cond_p"): TAKES_ANY_PARAMS,
-    ("jax._src.interpreters.ad.primitive_jvps", "cond_p"): TAKES_ANY_PARAMS,
-    ("jax._src.interpreters.batching.fancy_primitive_batchers", "cond_p"):
-        TAKES_ANY_PARAMS + ", and makes a mapped index again",
     ("jax._src.interpreters.batching.ragged_prop_rules", "cond_p"):
         NEVER_WITH_REFS,
     ("jax._src.interpreters.mlir._lowerings", "cond_p"): LOWERED,
     ("jax._src.interpreters.mlir._lowerings", "platform_index_p"):
         "lowers an index that no platform conditional uses",
     ("jax._src.interpreters.partial_eval.dce_rules", "cond_p"): KEEPS_PARAMS,
-    ("jax._src.interpreters.partial_eval.partial_eval_jaxpr_custom_rules",
-     "cond_p"): KEEPS_PARAMS,
     ("jax._src.interpreters.pxla._initial_style_primitives", "cond_p"):
         NO_BRANCHES,
     ("jax._src.interpreters.xla._initial_style_primitives", "cond_p"):
         NO_BRANCHES,
     ("jax._src.interpreters.xla.initial_style_primitives", "cond_p"):
         NO_BRANCHES,
-    ("jax._src.interpreters.remat.rules", "cond_p"): TAKES_ANY_PARAMS,
-    ("jax._src.checkify.error_checks", "cond_p"): TAKES_ANY_PARAMS,
-    ("jax._src.state.discharge._discharge_rules", "cond_p"): TAKES_ANY_PARAMS,
-    ("jax._src.state.discharge._partial_discharge_rules", "cond_p"):
-        TAKES_ANY_PARAMS,
     ("jax._src.pallas.fuser.custom_evaluate.disallowed_primitives", "cond_p"):
         "refuses all conditionals",
     ("jax._src.pallas.fuser.fusible_dtype._physicalize_rules", "cond_p"):
