@@ -33,7 +33,7 @@ MODULES = (
     "jax._src.pallas.hlo_interpreter", "jax._src.pallas.mosaic.lowering",
     "jax._src.pallas.mosaic_gpu.lowering", "jax._src.pallas.triton.lowering",
     "jax.experimental.checkify", "jax.experimental.jet",
-    "jax.experimental.key_reuse", "jax.experimental.pallas",
+    "jax.experimental.key_reuse._core", "jax.experimental.pallas",
     "jax.experimental.pallas.mosaic_gpu", "jax.experimental.pallas.tpu",
     "jax.experimental.pallas.triton", "jax.experimental.roofline.roofline",
     "jax.experimental.shard_map", "jax.experimental.sparse",
@@ -80,6 +80,8 @@ SAFE_TABLES = {
         IN_A_KERNEL,
     ("jax._src.pallas.triton.lowering.triton_lowering_rules", "cond_p"):
         IN_A_KERNEL,
+    ("jax.experimental.key_reuse._core.key_reuse_signatures", "cond_p"):
+        ONLY_BRANCHES,
     ("jax.experimental.roofline.roofline._rooflines", "cond_p"): NO_BRANCHES,
     ("jax.experimental.roofline.roofline._rooflines", "platform_index_p"):
         NO_BRANCHES,
@@ -124,7 +126,6 @@ SAFE_FUNCTIONS = {
     ("experimental/jax2tf/jax2tf.py", ""):
         "converts through an export, unless told otherwise; then it refuses "
         "platform indices",
-    ("experimental/key_reuse/_core.py", ""): ONLY_BRANCHES,
     ("experimental/shard_map.py", "_cond_rewrite"): REGISTERED,
     ("experimental/sparse/transform.py", "_cond_sparse"): REGISTERED,
 }
