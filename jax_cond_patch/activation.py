@@ -186,6 +186,9 @@ def _table() -> Sequence[Replacement]:
                why)
   if cond_p in internals.remat_rules():
     replace_rule("remat.rules", internals.remat_rules(), rules.remat, why)
+  if internals.has_strict_to_lojax():
+    replace("cond_p.to_lojax", Attribute(cond_p, "to_lojax"),
+            rules.passes_platforms, "keeps platforms")
   if not internals.native:
     if "bind" in vars(cond_p):
       replace("cond_p.bind", Attribute(cond_p, "bind"), rules.cond_bind,
@@ -193,6 +196,13 @@ def _table() -> Sequence[Replacement]:
     replace_rule("pe.dce_rules", pe.dce_rules, rules.dce, "keeps compute_on")
     replace_rule("core.custom_typechecks", core.custom_typechecks,
                  rules.ignores_platforms, "does not know platforms")
+    from jax.experimental import shard_map
+    for name, make in (("_check_rules", rules.ignores_platforms),
+                       ("_rewrite_rules", rules.passes_platforms)):
+      # It has rules for conditionals since JAX 0.4.36.
+      if cond_p in getattr(shard_map, name, ()):
+        replace_rule(f"shard_map.{name}", getattr(shard_map, name), make,
+                     "keeps platforms")
 
   add("ad.primitive_transposes[pinned_p]",
       Item(ad.primitive_transposes, pinning.pinned_p), pinning.pinned_transpose,

@@ -19,6 +19,8 @@ import numpy as np
 from jax_cond_patch import platforms as platforms_lib
 from jax_cond_patch.compat import internals
 
+Platform = platforms_lib.Platform
+
 # The value of each element of an array of integers or booleans: all have the
 # same one. None if it is not known.
 Value = Any
@@ -125,7 +127,7 @@ class Values:
   is not known. So `given` sees all the inputs that may matter.
   """
 
-  def __init__(self, platform: str | None, definitions: Mapping,
+  def __init__(self, platform: Platform | None, definitions: Mapping,
                given: Callable[[core.Var], Value], depth=None):
     """Initializes `Values`.
 
@@ -143,7 +145,7 @@ class Values:
     self._called: dict[tuple[int, int], Values] = {}
 
   @classmethod
-  def of_jaxpr(cls, jaxpr, platform: str | None, input_at: Callable,
+  def of_jaxpr(cls, jaxpr, platform: Platform | None, input_at: Callable,
                definitions: Mapping | None = None, depth=None) -> Values:
     """The values in a jaxpr; `input_at` gives that of the input at a position.
     """

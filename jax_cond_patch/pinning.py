@@ -50,7 +50,7 @@ ALLOWED_EFFECTS = ("lowerable_effects", "control_flow_allowed_effects",
                    "remat_allowed_effects")
 
 
-def check(eqn: core.JaxprEqn, platforms: Sequence[str]) -> None:
+def check(eqn: core.JaxprEqn, platforms: Sequence) -> None:
   """Raises an error if a `pinned` equation is lowered for other platforms."""
   pin = eqn.params["platforms"]
   broken = [p for p in platforms if p not in pin]

@@ -11,22 +11,46 @@ from typing import NamedTuple
 # branch, which is the last one. This is the `platforms` param of `cond_p`.
 BranchesPlatforms = tuple["tuple[str, ...] | None", ...]
 
+# What the body of a kernel is lowered for: the names that its branches may have
+# there, the most specific first.
+KernelPlatform = tuple[str, ...]
 
-def owner(branches_platforms: BranchesPlatforms, platform: str) -> int | None:
+# A lowering platform, or what a kernel is lowered for.
+Platform = str | KernelPlatform
+
+
+def kernel_platform(language: str, platform: str) -> KernelPlatform:
+  """The names that choose a branch in the body of a kernel.
+
+  Args:
+    language: "mosaic", "mosaic_gpu" or "triton".
+    platform: the lowering platform of the module that it is in.
+
+  Returns:
+    The language, and on a GPU the platform also. Not on a TPU: there JAX picks
+    the branch for "mosaic" or else the default one, since JAX 0.5.0.
+  """
+  return (language,) if language == "mosaic" else (language, platform)
+
+
+def owner(branches_platforms: BranchesPlatforms,
+          platform: Platform) -> int | None:
   """Finds the branch that runs on a platform.
 
   Args:
     branches_platforms: the platforms of each branch.
-    platform: the name of a lowering platform.
+    platform: a lowering platform, or what a kernel is lowered for.
 
   Returns:
     The index of the first branch that names `platform`, or else of the default
     branch, or None if there is neither.
   """
-  for branch, names in enumerate(branches_platforms):
-    if names is None or platform in names:
-      return branch
-  return None
+  for name in (platform,) if isinstance(platform, str) else platform:
+    for branch, names in enumerate(branches_platforms):
+      if names is not None and name in names:
+        return branch
+  default = len(branches_platforms) - 1
+  return default if None in branches_platforms else None
 
 
 class Reachable(NamedTuple):
@@ -45,7 +69,8 @@ class Reachable(NamedTuple):
 
 
 def reachable(branches_platforms: BranchesPlatforms,
-              lowering_platforms: Sequence[str]) -> Reachable:
+              lowering_platforms: Sequence[Platform]
+              ) -> Reachable:
   """Finds the branches that are reached from any of the lowering platforms.
 
   Args:
@@ -59,6 +84,8 @@ def reachable(branches_platforms: BranchesPlatforms,
   missing = []
   for platform in lowering_platforms:
     branch = owner(branches_platforms, platform)
+    if not isinstance(platform, str):
+      platform = platform[0]
     if branch is None:
       missing.append(platform)
     else:

@@ -12,8 +12,9 @@ platform is a platform conditional.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 import enum
+import itertools
 import operator
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from jax_cond_patch import deferral
 from jax_cond_patch import pinning
 from jax_cond_patch import platforms as platforms_lib
 from jax_cond_patch.compat import internals
+
+Platform = platforms_lib.Platform
 
 # Primitives that lower their jaxprs as if these stood in the jaxpr around them.
 # A primitive that is not here may lower its own for another platform, as
@@ -40,10 +43,14 @@ class Scope(enum.Enum):
   Attributes:
     PROGRAM: into the jaxprs of transparent primitives, before lowering.
     EQUATIONS: the equations of one jaxpr, when they are about to be lowered;
-      several owners become a `platform_case`.
+      several owners become a `platform_case`. Kernels are resolved, too.
+    KERNEL: all of a kernel. What it runs on does not change within, and nothing
+      dies but what other branches needed: its primitives say little about their
+      effects.
   """
   PROGRAM = "program"
   EQUATIONS = "equations"
+  KERNEL = "kernel"
 
 
 # What a platform conditional with several owners is, once nothing but lowering
@@ -85,7 +92,8 @@ def needs(jaxpr) -> Needs:
   for eqn in internals.open_jaxpr(jaxpr).eqns:
     if eqn.primitive in (internals.platform_index_p, pinning.pinned_p):
       resolvable = True
-    jaxprs = internals.jaxprs_in_params(eqn.params)
+    jaxprs = [*internals.jaxprs_in_params(eqn.params),
+              *internals.index_maps(eqn)]
     if not jaxprs:
       continue
     resolvable |= any([needs(j).resolvable for j in jaxprs])
@@ -100,7 +108,7 @@ def needs(jaxpr) -> Needs:
   return Needs(resolvable, tuple(sorted(inputs)))
 
 
-def resolve(jaxpr, platforms: Sequence[str], scope: Scope):
+def resolve(jaxpr, platforms: Sequence[Platform], scope: Scope):
   """Resolves the platform conditionals of a jaxpr.
 
   Args:
@@ -115,7 +123,9 @@ def resolve(jaxpr, platforms: Sequence[str], scope: Scope):
   if not needs(jaxpr).resolvable:
     return jaxpr
   resolved = _resolve(jaxpr, tuple(platforms), scope)
-  return jaxpr if resolved is None else internals.map_jaxpr(_dce, resolved)
+  if resolved is None or scope is Scope.KERNEL:
+    return resolved or jaxpr
+  return internals.map_jaxpr(_dce, resolved)
 
 
 def _dce(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -132,7 +142,7 @@ Known = tuple[int, tuple[constants.Value, ...]]
 
 
 @internals.weakref_lru_cache
-def _resolve(jaxpr, platforms: tuple[str, ...], scope: Scope,
+def _resolve(jaxpr, platforms: tuple[Platform, ...], scope: Scope,
              known: tuple[Known, ...] = ()):
   """As `resolve`, with dead equations; None if nothing changes.
 
@@ -149,7 +159,7 @@ def _resolve(jaxpr, platforms: tuple[str, ...], scope: Scope,
 class _Resolver:
   """Rewrites one jaxpr, and the branches that are inlined into it."""
 
-  def __init__(self, jaxpr, platforms: tuple[str, ...], scope: Scope,
+  def __init__(self, jaxpr, platforms: tuple[Platform, ...], scope: Scope,
                known: dict[int, tuple[constants.Value, ...]]):
     self.platforms = platforms
     self.scope = scope
@@ -167,6 +177,8 @@ class _Resolver:
 
   def jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
     outvars = self.inline(jaxpr, {}, None)
+    if self.scope is Scope.KERNEL:
+      self.eqns = _without_newly_dead(self.eqns, outvars, jaxpr)
     made = {e for eqn in self.eqns for e in eqn.effects}
     effects = {e for e in jaxpr.effects
                if internals.is_input_effect(e) or e in made}
@@ -226,9 +238,13 @@ class _Resolver:
     if is_platform_conditional(eqn):
       return self.platform_conditional(eqn)
     if (eqn.primitive is internals.cond_p and
+        self.scope is not Scope.KERNEL and
         (taken := self.taken(eqn)) is not None):
       return self.constant_conditional(eqn, taken)
-    if (self.scope is Scope.PROGRAM and
+    if self.scope is Scope.EQUATIONS and internals.is_kernel(eqn):
+      eqn = self.kernel(eqn)
+    elif self.scope is Scope.KERNEL or (
+        self.scope is Scope.PROGRAM and
         eqn.primitive.name in TRANSPARENT_PRIMITIVES):
       platforms = self.platforms_of(eqn)
       operands = {id(j): xs for j, xs in constants.operands(eqn)}
@@ -245,7 +261,7 @@ class _Resolver:
     self.definitions.update(dict.fromkeys(eqn.outvars, eqn))
 
   def known(self, eqn: core.JaxprEqn, jaxpr, operands: Sequence | None,
-            platforms: tuple[str, ...]) -> tuple[Known, ...]:
+            platforms: tuple[Platform, ...]) -> tuple[Known, ...]:
     """What is known of the inputs of a jaxpr on which its conditionals depend.
 
     Args:
@@ -257,7 +273,7 @@ class _Resolver:
     Returns:
       What is known, by position.
     """
-    if operands is None:
+    if operands is None or self.scope is Scope.KERNEL:
       return ()
     by_position = []
     for i in needs(jaxpr).inputs:
@@ -284,7 +300,9 @@ class _Resolver:
       return None  # It runs on another platform, for each of these.
     return taken
 
-  def platforms_of(self, eqn: core.JaxprEqn) -> tuple[str, ...]:
+  def platforms_of(self, eqn: core.JaxprEqn) -> tuple[Platform, ...]:
+    if self.scope is Scope.KERNEL:
+      return self.platforms
     return (internals.platforms_for_eqn_ctx(getattr(eqn, "ctx", None)) or
             self.platforms)
 
@@ -366,6 +384,22 @@ class _Resolver:
         invars=[index, *eqn.invars[1:]], params=params,
         effects=_kept_effects(eqn.effects, eqn.params["branches"], kept)))
 
+  def kernel(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """Resolves a kernel for each of the platforms that it is lowered for."""
+    chosen: dict[Hashable, list[str]] = {}
+    for platform in self.platforms_of(eqn):
+      assert isinstance(platform, str)  # those of a module
+      chosen.setdefault(_choices(eqn, platform), []).append(platform)
+    kernels = [_resolve_kernel(eqn, names[0]) for names in chosen.values()]
+    self.changed = self.changed or kernels != [eqn]
+    if len(kernels) == 1:
+      return kernels[0]
+    body = next(core.jaxprs_in_params(eqn.params))
+    return eqn.replace(primitive=platform_case_p, params=dict(
+        branches=tuple(internals.jaxpr_of(kernel, like=body)
+                       for kernel in kernels),
+        platforms=tuple(map(tuple, chosen.values()))))
+
   def missing(self, eqn: core.JaxprEqn, branches_platforms,
               missing: Sequence[str]) -> None:
     self.changed = True
@@ -378,6 +412,82 @@ class _Resolver:
         f"`{missing[0]}=` or `default=`.")
     self.emit(deferral.deferred_error_eqn(
         eqn, deferral.DeferredError(NotImplementedError, message)))
+
+
+def _kernel_platform(eqn: core.JaxprEqn, platform: str) -> Platform | None:
+  """What chooses the branches in a kernel; None if it is left as it is."""
+  if internals.is_interpreted(eqn):
+    return platform
+  language = internals.kernel_language(eqn, platform)
+  return language and platforms_lib.kernel_platform(language, platform)
+
+
+def _jaxprs_of_kernel(eqn: core.JaxprEqn) -> list:
+  return [*core.jaxprs_in_params(eqn.params), *internals.index_maps(eqn)]
+
+
+def _choices(eqn: core.JaxprEqn, platform: str) -> Hashable:
+  """What tells the kernel for one platform from those for others."""
+  kernel_platform = _kernel_platform(eqn, platform)
+  if kernel_platform is None:
+    return None
+
+  def owners(jaxpr):
+    for eqn in internals.open_jaxpr(jaxpr).eqns:
+      if is_platform_conditional(eqn):
+        yield platforms_lib.owner(
+            eqn.params[internals.PLATFORMS], kernel_platform)
+      for inner in core.jaxprs_in_params(eqn.params):
+        yield from owners(inner)
+
+  return (internals.is_interpreted(eqn) or kernel_platform[0],
+          *itertools.chain(*map(owners, _jaxprs_of_kernel(eqn))))
+
+
+def _resolve_kernel(eqn: core.JaxprEqn, platform: str) -> core.JaxprEqn:
+  """Resolves the call of a kernel for one platform of the module around it.
+
+  Raises:
+    NotImplementedError: no branch of something in it is for that platform.
+  """
+  kernel_platform = _kernel_platform(eqn, platform)
+  if kernel_platform is None:
+    return eqn
+
+  def resolve_jaxpr(jaxpr):
+    return _resolve(jaxpr, (kernel_platform,), Scope.KERNEL)
+
+  eqn = _map_jaxprs(eqn, resolve_jaxpr)
+  if any(map(resolve_jaxpr, internals.index_maps(eqn))):
+    eqn = internals.replace_index_maps(eqn, lambda j: resolve_jaxpr(j) or j)
+  for jaxpr in _jaxprs_of_kernel(eqn):
+    _raise_deferred_error(jaxpr)
+  return eqn
+
+
+def _raise_deferred_error(jaxpr) -> None:
+  # No kernel language has a rule that does so.
+  for eqn in internals.open_jaxpr(jaxpr).eqns:
+    if eqn.primitive is deferral.deferred_error_p:
+      raise eqn.params["deferred"].exception()
+    for inner in core.jaxprs_in_params(eqn.params):
+      _raise_deferred_error(inner)
+
+
+def _without_newly_dead(eqns: Sequence[core.JaxprEqn],
+                        outvars: Sequence[core.Atom], original: core.Jaxpr
+                        ) -> list[core.JaxprEqn]:
+  """Drops what only branches used that are not there any more."""
+  used_before = {x for eqn in original.eqns for x in eqn.invars
+                 if isinstance(x, core.Var)}
+  used = {x for x in outvars if isinstance(x, core.Var)}
+  alive = []
+  for eqn in reversed(eqns):
+    if (eqn.effects or used.intersection(eqn.outvars) or
+        not used_before.intersection(eqn.outvars)):
+      used.update(x for x in eqn.invars if isinstance(x, core.Var))
+      alive.append(eqn)
+  return alive[::-1]
 
 
 def _map_jaxprs(eqn: core.JaxprEqn, fun) -> core.JaxprEqn:

@@ -1,10 +1,10 @@
 """Carries the platforms of a conditional through JAX's own rules.
 
 In the added era (up to JAX 0.6.0) JAX's rules for `cond_p` know `branches`
-only. Each is run here as it is, with a `cond_p` in its globals that gives the
-conditionals that this rule makes the platforms of the one it was called for.
-Conditionals inside of the branches are other calls of the rules, and keep
-theirs.
+only, and one does so later. Each is run here as it is, with a `cond_p` in its
+globals that gives the conditionals that this rule makes the platforms of the
+one it was called for. Conditionals inside of the branches are other calls of
+the rules, and keep theirs.
 
 In both eras, a rule that fails on some branches is run past these, see
 `deferral`, and passes over each branch once where the branches do not differ.
@@ -365,7 +365,7 @@ def takes_known_branch(index_of: Callable, always: bool = False) -> Callable:
   return decorator
 
 
-# Rules for cond_p. Those of the added era take and drop `platforms`.
+# Rules for cond_p.
 
 def _run(rule: types.FunctionType, cond, args, params,
          transformation: deferral.Transformation):
@@ -453,8 +453,21 @@ fancy_transpose = functools.partial(
     carries_platforms, transformation=_TRANSPOSITION)
 
 
+def passes_platforms(rule: Callable) -> Callable:
+  """For rules that know only `branches` and bind `cond_p`, in both eras."""
+  function = internals.undecorated(rule)
+
+  def passing_rule(*args, **params):
+    platforms = params.pop(internals.PLATFORMS, None)
+    if platforms is None:
+      return rule(*args, **params)
+    return _with_cond_p(function, _WithPlatforms(platforms))(*args, **params)
+
+  return passing_rule
+
+
 def ignores_platforms(rule: Callable) -> Callable:
-  """For rules that make no conditional: type checks."""
+  """For rules that make no conditional: checks."""
   def ignoring_rule(*args, platforms=None, **params):
     del platforms
     return rule(*args, **params)
@@ -488,8 +501,8 @@ def batching(rule: Callable) -> Callable:
   """For the batching rule, which binds `cond_p` if the index is not mapped.
 
   A platform does not differ between the elements of a batch. An index that is
-  mapped nevertheless is made again, as JAX does since 0.6.2:
-  https://github.com/jax-ml/jax/issues/29329.
+  mapped nevertheless is made again, as JAX does since 0.6.2 (0.6.1 asserts that
+  there is none): https://github.com/jax-ml/jax/commit/31ef2cf243.
   """
   if isinstance(rule, functools.partial):
     # Of the two tables up to JAX 0.4.35, this one has the rule without the

@@ -6,6 +6,7 @@ names the upstream change that made it needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import inspect
 import sys
 import types
@@ -92,6 +93,17 @@ def with_globals(fun: types.FunctionType, **names) -> types.FunctionType:
   return rebound
 
 
+def has_strict_to_lojax() -> bool:
+  """Whether `cond_p.to_lojax` refuses JAX's own param that holds platforms.
+
+  From JAX 0.7.2 to 0.9.0.1: https://github.com/jax-ml/jax/commit/b8f172f49b.
+  """
+  rule = getattr(cond_p, "to_lojax", None)
+  return rule is not None and all(
+      p.kind is not inspect.Parameter.VAR_KEYWORD
+      for p in inspect.signature(rule).parameters.values())
+
+
 # Jaxprs.
 
 def is_concrete(x) -> bool:
@@ -124,6 +136,22 @@ def jaxprs_in_params(params: dict[str, Any]) -> list:
   return [x for param in params.values()
           for x in (param if isinstance(param, (tuple, list)) else (param,))
           if is_jaxpr(x)]
+
+
+def jaxpr_of(eqn: core.JaxprEqn, like: core.Jaxpr):
+  """Returns a closed jaxpr of one equation, with its inputs and outputs.
+
+  Args:
+    eqn: the equation.
+    like: a jaxpr of the same place in the user's code.
+  """
+  new_var = core.gensym()
+  invars = [new_var(x.aval) for x in eqn.invars]
+  outvars = [new_var(v.aval) for v in eqn.outvars]
+  jaxpr = like.replace(
+      constvars=[], invars=invars, outvars=outvars, effects=eqn.effects,
+      eqns=[eqn.replace(invars=invars, outvars=outvars)])
+  return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
 def rename_input_effects(effects, rename: Callable):
@@ -239,6 +267,68 @@ def platforms_for_eqn_ctx(eqn_ctx) -> tuple[str, ...]:
   if not hasattr(mlir, "_platforms_for_eqn_ctx"):
     return ()
   return tuple(mlir._platforms_for_eqn_ctx(eqn_ctx))
+
+
+# Kernels.
+
+def is_kernel(eqn: core.JaxprEqn) -> bool:
+  """Whether an equation calls a Pallas kernel, and can be lowered."""
+  return eqn.primitive.name in ("pallas_call", "mpmd_map")
+
+
+def index_maps(eqn: core.JaxprEqn) -> list:
+  """The jaxprs that say which block a kernel works on."""
+  grid_mapping = eqn.params.get("grid_mapping")
+  return [m.index_map_jaxpr
+          for m in getattr(grid_mapping, "block_mappings", ())]
+
+
+def replace_index_maps(eqn: core.JaxprEqn, fun: Callable) -> core.JaxprEqn:
+  """Applies a function to the jaxprs that say which block a kernel works on."""
+  grid_mapping = eqn.params["grid_mapping"]
+  block_mappings = tuple(m.replace(index_map_jaxpr=fun(m.index_map_jaxpr))
+                         for m in grid_mapping.block_mappings)
+  grid_mapping = grid_mapping.replace(block_mappings=block_mappings)
+  return eqn.replace(params={**eqn.params, "grid_mapping": grid_mapping})
+
+
+def is_interpreted(eqn: core.JaxprEqn) -> bool:
+  """Whether a kernel becomes operations of the module that it is in."""
+  return bool(eqn.params["interpret"])
+
+
+def kernel_language(eqn: core.JaxprEqn, platform: str) -> str | None:
+  """What a kernel is lowered to on a platform.
+
+  Args:
+    eqn: the call of a kernel that is not interpreted.
+    platform: the lowering platform.
+
+  Returns:
+    "mosaic" on a TPU, "mosaic_gpu" or "triton" on a GPU. None if JAX has no
+    such lowering, or if it is one that somebody else has registered.
+  """
+  params_class = type(eqn.params.get("compiler_params"))
+  if (dataclasses.is_dataclass(params_class) and
+      not params_class.__module__.startswith("jax.")):
+    return None
+  if platform == "tpu":
+    return "mosaic"
+  if platform not in ("cuda", "rocm"):
+    return None
+  # The backend was a param up to JAX 0.9.0, and is told by the class of the
+  # compiler's params since, or by a flag up to JAX 0.10.2 (and the flag too):
+  # https://github.com/jax-ml/jax/commit/62816fe5c2.
+  backend = eqn.params.get("backend")
+  if backend is not None:
+    return backend
+  for language in ("mosaic_gpu", "triton"):
+    if f".{language}." in params_class.__module__:
+      return language
+  if eqn.primitive.name == "mpmd_map":
+    return "mosaic_gpu"
+  use_mosaic_gpu = getattr(jax.config, "jax_pallas_use_mosaic_gpu", False)
+  return "mosaic_gpu" if use_mosaic_gpu else "triton"
 
 
 def user_location(source_info) -> str:

@@ -120,6 +120,8 @@ def _shape_of(value, with_code: bool = False) -> list[str] | None:
 
 def _hash(fun) -> str:
   """A hash of the code of a function, without what does not run."""
+  while isinstance(fun, functools.partial):
+    fun = fun.func
   tree = ast.parse(textwrap.dedent(inspect.getsource(fun)))
   for node in ast.walk(tree):
     if isinstance(node, ast.FunctionDef):

@@ -1,0 +1,467 @@
+"""Tests of platform conditionals under everything that transforms programs.
+
+Each program is made of `choose`, or of the branch that runs on a platform. Both
+must compute the same and, but for the exceptions listed here, be lowered to the
+same operations.
+"""
+import collections
+import functools
+import importlib
+import inspect
+import re
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax import export
+from jax import lax
+from jax._src import compute_on as compute_on_lib
+from jax._src import config
+from jax._src import core
+from jax._src import test_util as jtu
+from jax._src.interpreters import partial_eval as pe
+from jax._src.pallas.fuser import fusible_dtype
+from jax._src.state.discharge import run_state
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import checkify
+from jax.experimental import sparse
+from jax.experimental.compute_on import compute_on
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from jax_cond_patch.compat import internals
+import jcp_test_util as tu
+
+config.parse_flags_with_absl()
+
+X = np.arange(1, 5, dtype=np.float32) / 4
+
+
+def on_tpu(x):
+  return jnp.cos(x) * 3.5
+
+
+def elsewhere(x):
+  return jnp.sin(x) * 2.5
+
+
+def choose(x):
+  return lax.platform_dependent(x, tpu=on_tpu, default=elsewhere)
+
+
+def dispatch(wrap):
+  """Returns what wraps a function, or in `choose` each of its branches."""
+  def wrapped(f):
+    if f is not choose:
+      return wrap(f)
+    return lambda *args: lax.platform_dependent(
+        *args, tpu=wrap(on_tpu), default=wrap(elsewhere))
+  return wrapped
+
+
+def custom_jvp(f):
+  g = jax.custom_jvp(f)
+  g.defjvp(lambda primals, tangents: (
+      f(*primals), f(*primals) * tangents[0]))
+  return g
+
+
+def custom_vjp(f):
+  g = jax.custom_vjp(f)
+  g.defvjp(lambda x: (f(x), x), lambda x, ct: (f(x) * ct,))
+  return g
+
+
+def custom_vmap(f):
+  g = jax.custom_batching.custom_vmap(f)
+  g.def_vmap(lambda axis_size, in_batched, x: (f(x), True))
+  return g
+
+
+def grad(f):
+  return jax.grad(lambda x: f(x).sum())
+
+
+def twice(f):
+  def g(x):
+    return lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]
+  return g
+
+
+def checked(f, errors=checkify.user_checks):
+  def g(x):
+    y = f(x)
+    checkify.check(jnp.all(y < 100), "too big")
+    return y / x
+  return lambda x: checkify.checkify(g, errors=errors)(x)[1]
+
+
+def remat(f, policy):
+  return grad(jax.checkpoint(
+      lambda x: f(checkpoint_name(f(x), "first")), policy=policy))
+
+
+def write_choice(f, ref):
+  """Writes to a reference, in branches if `f` is `choose`."""
+  if f is not choose:
+    ref[...] = f(ref[...])
+    return
+  def write(branch):
+    def write_():
+      ref[...] = branch(ref[...])
+    return write_
+  lax.platform_dependent(tpu=write(on_tpu), default=write(elsewhere))
+
+
+def new_ref(x):
+  return (jax.new_ref if hasattr(jax, "new_ref") else core.mutable_array)(x)
+
+
+def with_ref(f, length=None):
+  def g(x):
+    ref = new_ref(x)
+    if length is None:
+      write_choice(f, ref)
+    else:
+      lax.scan(lambda c, _: (write_choice(f, ref), None), None, None, length)
+    return ref[...]
+  return g
+
+
+def sharded(f, check):
+  if hasattr(jax, "shard_map"):
+    shard_map = functools.partial(jax.shard_map, check_vma=check)
+  else:
+    from jax.experimental import shard_map as shard_map_lib
+    shard_map = functools.partial(shard_map_lib.shard_map, check_rep=check)
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+  return shard_map(lambda x: f(x) + lax.psum(x, "i"), mesh=mesh,
+                   in_specs=P("i"), out_specs=P("i"))
+
+
+def linear(f):
+  """A linear function of each platform, since `f` is none."""
+  by = dict(tpu=lambda x: x * 3.5, default=lambda x: x * 2.5)
+  if f is choose:
+    return lambda x: lax.platform_dependent(x, **by)
+  return by["tpu" if f is on_tpu else "default"]
+
+
+def sparsified(f):
+  def g(x):
+    m = sparse.BCOO.fromdense(np.diag(X), nse=4)
+    return sparse.sparsify(linear(f))(m).data * x
+  return g
+
+
+def random_branches(f):
+  def g(x):
+    with jax.debug_key_reuse(True):
+      return dispatch(lambda branch: lambda x, key: (
+          branch(x) + jax.random.uniform(key, x.shape)))(f)(
+              x, jax.random.key(0))
+  return g
+
+
+def rebound(f, bind):
+  """Walks a jaxpr and binds its equations again, as other libraries do."""
+  def g(x):
+    closed_jaxpr = jax.make_jaxpr(f)(x)
+    jaxpr = internals.open_jaxpr(closed_jaxpr)
+    env = dict(zip(jaxpr.invars, [x]))
+    def read(atom):
+      return atom.val if isinstance(atom, core.Literal) else env[atom]
+    for eqn in jaxpr.eqns:
+      outs = bind(eqn, map(read, eqn.invars))
+      env.update(zip(eqn.outvars,
+                     outs if eqn.primitive.multiple_results else [outs]))
+    return read(jaxpr.outvars[0])
+  return g
+
+
+def bind_with_params(eqn, args):
+  return eqn.primitive.bind(*args, **eqn.params)
+
+
+def without_second(f):
+  """Has JAX drop what computes an output that nobody uses."""
+  def g(x):
+    jaxpr = jax.make_jaxpr(lambda x: (f(x), f(x * 2)))(x)
+    live, _ = pe.dce_jaxpr(internals.open_jaxpr(jaxpr), [True, False])
+    return core.eval_jaxpr(live, (), x)[0]
+  return g
+
+
+def exported_gradient(f):
+  def g(x):
+    exported = export.export(jax.jit(f), platforms=("cpu", "tpu"))(x)
+    vjp = export.deserialize(exported.serialize(vjp_order=1))
+    return grad(vjp.call)(x)
+  return g
+
+
+def evaluated(f):
+  def g(x):
+    jaxpr = jax.make_jaxpr(f)(x)
+    return core.jaxpr_as_fun(jaxpr)(x)[0]
+  return g
+
+
+def stack(f):
+  return lambda x: f(jnp.stack([x, x]))
+
+
+ALL_CHECKS = checkify.all_checks
+POLICIES = jax.checkpoint_policies
+
+TRANSFORMATIONS = dict(
+    jvp=lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
+    vjp=lambda f: lambda x: jax.vjp(f, x)[1](x)[0],
+    jacfwd=lambda f: jax.jacfwd(jax.jit(f)),
+    jacrev=lambda f: jax.jacrev(jax.jit(f)),
+    forward_over_reverse=lambda f: jax.jacfwd(grad(jax.jit(f))),
+    reverse_over_forward=lambda f: jax.jacrev(jax.jacfwd(jax.jit(f))),
+    reverse_over_reverse=lambda f: grad(grad(jax.jit(f))),
+    linearize=lambda f: lambda x: jax.linearize(jax.jit(f), x)[1](x),
+    linear_transpose=lambda f: lambda x: jax.linear_transpose(
+        linear(f), x)(x)[0],
+    linear_transpose_jit=lambda f: lambda x: jax.linear_transpose(
+        jax.jit(linear(f)), x)(x)[0],
+    custom_jvp_around=lambda f: grad(custom_jvp(f)),
+    custom_jvp_inside=lambda f: grad(dispatch(custom_jvp)(f)),
+    custom_vjp_around=lambda f: jax.vmap(grad(custom_vjp(f))),
+    custom_vjp_inside=lambda f: grad(dispatch(custom_vjp)(f)),
+    custom_vjp_inside_jit=lambda f: grad(jax.jit(dispatch(custom_vjp)(f))),
+    custom_vmap_around=lambda f: jax.vmap(custom_vmap(f)),
+    custom_vmap_inside=lambda f: jax.vmap(dispatch(custom_vmap)(f)),
+    remat_nothing=lambda f: remat(f, POLICIES.nothing_saveable),
+    remat_everything=lambda f: remat(f, POLICIES.everything_saveable),
+    remat_dots=lambda f: twice(grad(jax.checkpoint(
+        lambda x: f(jnp.tan(x)), policy=POLICIES.dots_saveable))),
+    remat_names=lambda f: remat(f, POLICIES.save_only_these_names("first")),
+    vmap_spmd_axis_name=lambda f: stack(jax.vmap(f, spmd_axis_name="i")),
+    vmap_axis_name=lambda f: jax.vmap(
+        lambda x: f(x) + lax.psum(x, "i"), axis_name="i"),
+    vmap_nested=lambda f: stack(jax.vmap(jax.vmap(f))),
+    pmap=lambda f: lambda x: jax.pmap(f)(x[None]),
+    scan=twice,
+    scan_grad=lambda f: grad(twice(f)),
+    while_loop=lambda f: lambda x: lax.while_loop(
+        lambda c: jnp.sum(c) < 9, lambda c: f(c) + 1, x),
+    while_condition=lambda f: lambda x: lax.while_loop(
+        lambda c: jnp.sum(f(c)) < 1, lambda c: c + 1, x),
+    fori_loop=lambda f: lambda x: lax.fori_loop(0, 3, lambda _, c: f(c), x),
+    cond=lambda f: lambda x: lax.cond(x[0] > 0, f, lambda x: x, x),
+    cond_mapped=lambda f: jax.vmap(
+        lambda x: lax.cond(x > 0.5, f, lambda x: x, x)),
+    associative_scan=lambda f: lambda x: lax.associative_scan(
+        lambda a, b: f(a) + b, x),
+    reduce=lambda f: lambda x: lax.reduce(
+        x, np.float32(0), lambda a, b: f(a) + b, (0,)),
+    closure_convert=lambda f: lambda x: (lambda g, consts: g(x, *consts))(
+        *jax.closure_convert(lambda y: f(y) + x, x)),
+    named_call=lambda f: grad(jax.named_call(f, name="named")),
+    dce=without_second,
+    eval_jaxpr=evaluated,
+    rebound=lambda f: rebound(f, bind_with_params),
+    rebound_jit=lambda f: jax.jit(rebound(f, bind_with_params)),
+    checkify_user_checks=checked,
+    checkify_all_checks=lambda f: checked(f, ALL_CHECKS),
+    checkify_scan=lambda f: checked(twice(f), ALL_CHECKS),
+    checkify_grad=lambda f: checked(grad(f), ALL_CHECKS),
+    checkify_inside=lambda f: lambda x: checkify.checkify(
+        dispatch(lambda branch: lambda x: (
+            checkify.check(jnp.less(x[0], 9), "big"), branch(x))[1])(f))(x)[1],
+    run_state=lambda f: run_state(lambda ref: write_choice(f, ref)),
+    refs=with_ref,
+    refs_in_scan=lambda f: with_ref(f, length=3),
+    sparse=sparsified,
+    sparse_operand=lambda f: lambda x: sparse.sparsify(
+        lambda m, x: f(m @ x))(sparse.BCOO.fromdense(np.diag(X), nse=4), x),
+    key_reuse=random_branches,
+    fusible=lambda f: jax.jit(fusible_dtype.physicalize(f)),
+    export_vjp=exported_gradient,
+    shard_map_checked=lambda f: sharded(f, True),
+    shard_map_checked_grad=lambda f: grad(sharded(f, True)),
+    shard_map_checked_vmap=lambda f: stack(jax.vmap(sharded(f, True))),
+    shard_map_unchecked=lambda f: sharded(f, False),
+    shard_map_unchecked_grad=lambda f: grad(sharded(f, False)),
+    shard_map_unchecked_vmap=lambda f: stack(jax.vmap(sharded(f, False))),
+)
+
+# What has no other branch in its module, but not just the owner's operations,
+# with the reason.
+NOT_THE_SAME_OPERATIONS = dict(
+    export_vjp="it is lowered for both platforms before",
+    custom_vjp_inside_jit="JAX makes another function of the two halves",
+    reverse_over_forward="a conditional's zeros are computed with",
+    reverse_over_reverse="a conditional's zeros are computed with",
+    shard_map_unchecked_grad="what the halves share has another sharding",
+)
+
+
+def operations(text):
+  return collections.Counter(
+      re.findall(r"(?:stablehlo|chlo|mhlo|sdy|func)\.\w+", text))
+
+
+class TransformationsTest(tu.JcpTestCase):
+
+  def setUp(self):
+    super().setUp()
+    # `fusible` makes a list of the branches of any conditional up to JAX 0.6,
+    # which JAX's own checks refuse.
+    if not internals.native:
+      self.enter_context(config.enable_checks(False))
+
+  @parameterized.parameters(*TRANSFORMATIONS)
+  def test_value(self, name):
+    expected = TRANSFORMATIONS[name](elsewhere)(X)
+    transformed = TRANSFORMATIONS[name](choose)
+    self.assertAllClose(jax.jit(transformed)(X), expected, rtol=1e-5)
+    self.assertAllClose(transformed(X), expected, rtol=1e-5)
+
+  @parameterized.parameters(*TRANSFORMATIONS)
+  def test_module(self, name):
+    for platform, owner, other in (("cpu", elsewhere, "3.5"),
+                                   ("tpu", on_tpu, "2.5")):
+      text = tu.lower(TRANSFORMATIONS[name](choose), X, platforms=(platform,))
+      direct = tu.lower(TRANSFORMATIONS[name](owner), X, platforms=(platform,))
+      if name in NOT_THE_SAME_OPERATIONS:
+        self.assertEqual("stablehlo.case" in text, name == "export_vjp")
+        self.assertEqual(f"dense<{other}" in text, name == "export_vjp")
+      else:
+        self.assertEqual(operations(text), operations(direct), platform)
+
+  @parameterized.parameters(*TRANSFORMATIONS)
+  def test_module_for_several_platforms(self, name):
+    make = TRANSFORMATIONS[name]
+    self.assertRunsAs(make(choose), dict(
+        cpu=jax.jit(make(elsewhere)), tpu=jax.jit(make(on_tpu))), X, rtol=1e-5)
+
+
+def on_host(f):
+  if "f" in inspect.signature(compute_on).parameters:
+    return compute_on(f, compute_type="device_host",
+                      out_memory_spaces=jax.memory.Space.Device)
+  def g(*args):
+    with compute_on("device_host"):
+      return f(*args)
+  return g
+
+
+ON_HOST = dict(
+    region=on_host,
+    jit_inside=lambda f: on_host(jax.jit(f)),
+    jit_outside=lambda f: jax.jit(on_host(f)),
+    scan=lambda f: twice(on_host(f)),
+    vmap=lambda f: stack(jax.vmap(on_host(f))),
+    grad=lambda f: grad(on_host(f)),
+    grad_jit=lambda f: grad(jax.jit(on_host(f))),
+    grad_scan=lambda f: grad(twice(on_host(f))),
+    remat=lambda f: grad(jax.checkpoint(on_host(f))),
+    remat_scan=lambda f: grad(twice(jax.checkpoint(on_host(f)))),
+    dce=lambda f: without_second(on_host(f)),
+)
+if hasattr(compute_on_lib, "compute_on2"):
+  compute_on2 = functools.partial(
+      compute_on_lib.compute_on2, compute_type="device_host",
+      out_memory_spaces=jax.memory.Space.Device)
+  ON_HOST.update(
+      compute_on2=compute_on2,
+      compute_on2_jit=lambda f: compute_on2(jax.jit(f)),
+      compute_on2_grad=lambda f: grad(compute_on2(f)))
+
+
+class ComputeOnTest(tu.JcpTestCase):
+
+  @parameterized.product(name=list(ON_HOST), platform=("tpu", "cuda"))
+  def test_host_code_is_for_the_cpu(self, name, platform):
+    def choose(x):
+      return lax.platform_dependent(
+          x, cpu=lambda x: jnp.sin(x) * 1.5, cuda=tu.marked(2.5),
+          tpu=tu.marked(3.5), default=tu.marked(4.5))
+    transform = ON_HOST[name]
+    text = tu.lower(transform(choose), X, platforms=(platform,))
+    direct = tu.lower(transform(lambda x: jnp.sin(x) * 1.5), X,
+                      platforms=(platform,))
+    self.assertNotIn("stablehlo.case", text)
+    self.assertEqual(set(re.findall(r"dense<(\d\.5)", text)), {"1.5"})
+    self.assertEqual(text.count("_xla_compute_type"),
+                     direct.count("_xla_compute_type"))
+    self.assertGreater(text.count("_xla_compute_type"), 0)
+
+  def test_what_is_outside_is_for_the_device(self):
+    f = lambda x: on_host(choose)(x) + choose(x)
+    text = tu.lower(f, X, platforms=("tpu",))
+    self.assertEqual(tu.count_ops(text, "stablehlo.sine"), 1)
+    self.assertEqual(tu.count_ops(text, "stablehlo.cosine"), 1)
+    self.assertNotIn("stablehlo.case", text)
+
+
+class OtherInterpretersTest(tu.JcpTestCase):
+
+  def test_rebound_without_platforms(self):
+    """A rule that knows only `branches` makes what JAX makes without us."""
+    def bind(eqn, args):
+      if eqn.primitive is not internals.cond_p:
+        return bind_with_params(eqn, args)
+      return internals.cond_p.bind(*args, branches=eqn.params["branches"])
+    f = rebound(choose, bind)
+    self.assertAllClose(jax.jit(f)(X), elsewhere(X), rtol=1e-5)
+    self.assertAllClose(f(X), elsewhere(X), rtol=1e-5)
+    self.assertAllClose(jax.jit(grad(f))(X), grad(elsewhere)(X), rtol=1e-5)
+    self.assertRunsAs(f, dict(cpu=elsewhere, cuda=elsewhere, tpu=on_tpu), X)
+    text = tu.lower(f, X, platforms=("tpu",))
+    self.assertEqual(tu.count_ops(text, "stablehlo.case"), 1)
+
+  def test_printed(self):
+    jaxpr = jax.make_jaxpr(jax.jit(choose))(X)
+    shown = f"{tu.PLATFORMS}=(('tpu',), None)"
+    self.assertIn(shown, str(jaxpr))
+    for options in (dict(source_info=True), dict(print_shapes=False),
+                    dict(custom_pp_eqn_rules=False)):
+      self.assertIn(shown, jaxpr.pretty_print(use_color=False, **options))
+
+  def test_high_types(self):
+    """JAX 0.7.2 to 0.9.0.1 refuse its own param where they are lowered."""
+    try:
+      from jax._src.hijax import new_box
+    except ImportError:
+      self.skipTest("This JAX has no `new_box`.")
+    def double(x):
+      box = new_box()
+      box.set(x)
+      box.set(box.get() + box.get())
+      return box.get()
+    f = lambda x: lax.platform_dependent(x, tpu=on_tpu, default=double)
+    self.assertAllClose(jax.jit(f)(X), 2 * X)
+    self.assertNotIn("case", tu.lower(jax.jit(f), X, platforms=("cpu",)))
+
+  @parameterized.parameters(True, False)
+  def test_shard_map_that_rewrites(self, check):
+    """JAX 0.6.0 rewrites if there are no varying axes, and before."""
+    if not hasattr(config, "varying_axes_in_types"):
+      self.skipTest("This JAX has varying axes.")
+    with config.varying_axes_in_types(False):
+      for transform in (lambda f: f, grad, lambda f: stack(jax.vmap(f))):
+        f = transform(sharded(choose, check))
+        expected = transform(sharded(elsewhere, check))(X)
+        self.assertAllClose(jax.jit(f)(X), expected, rtol=1e-5)
+        self.assertAllClose(f(X), expected, rtol=1e-5)
+        self.assertNotIn("stablehlo.case", tu.lower(f, X, platforms=("cpu",)))
+
+  def test_roofline(self):
+    from jax.experimental import roofline
+    # The module, which has the name of the function.
+    rooflines = importlib.import_module("jax.experimental.roofline.roofline")
+    if internals.platform_index_p not in rooflines._rooflines:
+      self.skipTest("JAX's roofline knows conditionals since JAX 0.7.")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+    roofline.roofline(choose, mesh=mesh, in_specs=P(), out_specs=P())(
+        jax.ShapeDtypeStruct(X.shape, X.dtype))
+
+
+if __name__ == "__main__":
+  absltest.main(testLoader=jtu.JaxTestLoader())
