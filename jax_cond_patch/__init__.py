@@ -16,6 +16,8 @@ from jax_cond_patch.errors import (
     UnsupportedJaxVersionError as UnsupportedJaxVersionError)
 from jax_cond_patch.errors import (
     UnsupportedJaxVersionWarning as UnsupportedJaxVersionWarning)
+from jax_cond_patch.explain import Explanation as Explanation
+from jax_cond_patch.explain import explain as explain
 
 __version__ = "0.1.0"
 

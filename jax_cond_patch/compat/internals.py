@@ -224,6 +224,11 @@ def lowering_rule_entry(rule: Callable):
   return rule
 
 
+def has_lowering_rule(primitive: core.Primitive, platform: str) -> bool:
+  return (primitive in mlir._lowerings or
+          primitive in mlir._platform_specific_lowerings.get(platform, ()))
+
+
 def uncacheable_primitives() -> set | None:
   """The primitives whose rules JAX 0.7 and later does not make functions of."""
   return getattr(mlir, "_uncacheable_primitives", None)
