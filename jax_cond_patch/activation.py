@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
-
+import logging
 import os
 import threading
 from typing import Any
@@ -19,6 +19,8 @@ from jax_cond_patch.compat import releases
 from jax_cond_patch.errors import JaxCondPatchError
 from jax_cond_patch.errors import UnsupportedJaxVersionError
 from jax_cond_patch.errors import UnsupportedJaxVersionWarning
+
+_logger = logging.getLogger("jax_cond_patch")
 
 _ABSENT = object()
 
@@ -271,6 +273,8 @@ def activate(defer: bool | None = None) -> None:
     _undo.extend(undo)
     _hide_own_frames()
     _reason = "activated"
+    _logger.info("JAX %s is patched in %d places", releases.installed(),
+                 len(_undo))
 
 
 # Whether errors are deferred; None until something was chosen.
@@ -342,6 +346,7 @@ def deactivate() -> None:
     _restore(_undo)
     _clear_caches()
     _reason = "deactivated"
+    _logger.info("JAX is as it was before it was patched")
 
 
 def _clear_caches() -> None:
@@ -434,6 +439,7 @@ def activate_on_import() -> None:
   global _reason
   if not _read_switch(_SWITCH):
     _reason = f"{_SWITCH}={os.environ[_SWITCH]}"
+    _logger.info("JAX is not patched: %s", _reason)
     return
   try:
     activate()
