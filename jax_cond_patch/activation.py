@@ -234,7 +234,8 @@ def _check_version() -> releases.Release:
     raise UnsupportedJaxVersionError(
         f"jax_cond_patch cannot patch JAX: {what}, and the supported releases "
         f"are {releases.supported()}. JAX is left as it is. Install one of "
-        "these, or a newer jax_cond_patch.")
+        "these, or a newer jax_cond_patch. See "
+        "docs/pages/errors.md#unknown-jax.")
   return release
 
 
@@ -304,14 +305,15 @@ def _prepare(replacements: Sequence[Replacement]
         raise JaxCondPatchError(
             f"jax_cond_patch adds {replacement.name} to JAX, but this JAX has "
             "one already. JAX is left as it is. Something else may have "
-            "patched it; import that after jax_cond_patch, or not at all.")
+            "patched it; import that after jax_cond_patch, or not at all. See "
+            "docs/pages/errors.md#already-in-jax.")
       new = replacement.make()
     else:
       if original is _ABSENT:
         raise JaxCondPatchError(
             f"jax_cond_patch replaces {replacement.name}, which this JAX does "
             "not have. JAX is left as it is. Reinstall JAX, or report the "
-            "version that you use.")
+            "version that you use. See docs/pages/errors.md#missing-in-jax.")
       new = replacement.make(original)
     prepared.append((replacement, original, new))
   return prepared
@@ -340,7 +342,8 @@ def deactivate() -> None:
       if replacement.place.get() is not new:
         raise JaxCondPatchError(
             f"{replacement.name} was replaced again after jax_cond_patch was "
-            "activated. Undo that first; JAX stays patched.")
+            "activated. Undo that first; JAX stays patched. See "
+            "docs/pages/errors.md#replaced-again.")
     if not _undo:
       return
     _restore(_undo)
@@ -430,7 +433,7 @@ def _read_switch(name: str) -> bool:
   if value.lower() not in _SWITCH_VALUES:
     raise JaxCondPatchError(
         f"The environment variable {name} is {value!r}, and must be one of "
-        f"{', '.join(_SWITCH_VALUES)}.")
+        f"{', '.join(_SWITCH_VALUES)}. See docs/pages/errors.md#switch.")
   return _SWITCH_VALUES[value.lower()]
 
 

@@ -192,7 +192,8 @@ def explain(fun: Callable, *args,
   if not platforms or "gpu" in platforms:
     raise ValueError(
         f"explain got the platforms {platforms}. Give at least one, and "
-        "'cuda' or 'rocm' for 'gpu'. See docs/errors.md#explain-platforms.")
+        "'cuda' or 'rocm' for 'gpu'. See "
+        "docs/pages/errors.md#explain-platforms.")
   with activation.activated():
     from jax_cond_patch import conditionals
     return conditionals.explain(fun, args, platforms)
@@ -233,7 +234,7 @@ def _heading(e: Explanation) -> list[str]:
     fails = any(map(e.fails_on, c.platforms))
     lines.append(f"{' + '.join(c.platforms)}: " + (
         "cannot be lowered" if fails else
-        f"{c.kept} equations kept, {c.dropped} dropped"))
+        f"equations kept {c.kept}, dropped {c.dropped}"))
   return lines
 
 

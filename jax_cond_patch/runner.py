@@ -45,7 +45,8 @@ def run(program: Sequence[str], children: bool) -> int:
   if sys.flags.ignore_environment or sys.flags.no_site:
     print("jax_cond_patch run reaches the program through PYTHONPATH and "
           "sitecustomize, which Python was told to ignore. Leave out the "
-          "options -I, -E and -S.", file=sys.stderr)
+          "options -I, -E and -S. See docs/pages/errors.md#run-environment.",
+          file=sys.stderr)
     return 2
   env = {**os.environ, "JAX_COND_PATCH_RUN": "children" if children else "once"}
   env["PYTHONPATH"] = os.pathsep.join(

@@ -242,7 +242,7 @@ class ExplainTest(tu.JcpTestCase):
 
   @parameterized.parameters("gpu", ("cpu", "gpu"), ())
   def test_platforms(self, *platforms):
-    with self.assertRaisesRegex(ValueError, "docs/errors.md#"):
+    with self.assertRaisesRegex(ValueError, "docs/pages/errors.md#"):
       jax_cond_patch.explain(choose, X, platforms=platforms)
 
   def test_table(self):
@@ -250,9 +250,9 @@ class ExplainTest(tu.JcpTestCase):
     title = str(e.conditionals[0].location)
     self.assertMultiLineEqual(str(e), "\n".join([
         "choose for cpu, tpu: 1 platform conditional, 5 equations traced",
-        "cpu: 2 equations kept, 3 dropped",
-        "tpu: 1 equations kept, 4 dropped",
-        "cpu + tpu: 5 equations kept, 0 dropped",
+        "cpu: equations kept 2, dropped 3",
+        "tpu: equations kept 1, dropped 4",
+        "cpu + tpu: equations kept 5, dropped 0",
         "",
         "platform conditional".ljust(len(title)) + "  eqns  cpu    tpu",
         title,
