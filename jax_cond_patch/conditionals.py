@@ -1,12 +1,14 @@
 """Follows the platform conditionals of a traced program, for `explain`."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
+import itertools
 import re
 
 import jax
 from jax._src import core
+from jax._src import source_info_util
 
 from jax_cond_patch import deferral
 from jax_cond_patch import platforms as platforms_lib
@@ -31,29 +33,65 @@ def explain(fun: Callable, args: Sequence, platforms: tuple[str, ...]
       walk.lowering_error(core.jaxpr_as_fun(jaxpr), jaxpr.in_avals, jaxpr, p)
       for p in platforms)
   conditionals, deferred = walk.jaxpr(
-      internals.open_jaxpr(jaxpr), platforms, (), True)
+      internals.open_jaxpr(jaxpr), platforms, Location(), (), True)
   failures = walk.failures(
       jaxpr, Location(), platforms, conditionals, deferred, True)
   sets = [(p,) for p in platforms] + [platforms] * (len(platforms) > 1)
   equations = _count_eqns(jaxpr)
   counts = []
   for names in sets:
-    kept = _count_eqns(
-        resolution.resolve(jaxpr, names, resolution.Scope.PROGRAM))
+    kept = _count_kept_eqns(_resolve(jaxpr, names), names)
     counts.append(Count(names, kept, equations - kept))
   return Explanation(getattr(fun, "__name__", repr(fun)), platforms, equations,
                      tuple(counts), failures, deferred, conditionals)
 
 
 def _count_eqns(jaxpr) -> int:
-  return sum(1 + sum(map(_count_eqns, core.jaxprs_in_params(eqn.params)))
+  # The platform index belongs to its conditional, and is no equation of a user.
+  return sum((eqn.primitive is not internals.platform_index_p) +
+             sum(map(_count_eqns, core.jaxprs_in_params(eqn.params)))
              for eqn in internals.open_jaxpr(jaxpr).eqns)
 
 
-def _location(eqn: core.JaxprEqn) -> Location:
+def _resolve(jaxpr, platforms: tuple[str, ...]):
+  return resolution.resolve(jaxpr, platforms, resolution.Scope.PROGRAM)
+
+
+def _count_kept_eqns(resolved, platforms: tuple[str, ...]) -> int:
+  """Counts what is lowered of a resolved jaxpr."""
+  kept = 0
+  for eqn in internals.open_jaxpr(resolved).eqns:
+    if _is_kernel(eqn):
+      kept += 1 + sum(map(_count_eqns, core.jaxprs_in_params(eqn.params)))
+      continue
+    kept += eqn.primitive is not internals.platform_index_p
+    inner: Iterable[tuple]
+    if resolution.is_platform_conditional(eqn):
+      inner = zip(eqn.params["branches"], eqn.params[internals.PLATFORMS])
+    else:
+      here = _platforms_of(eqn, platforms)
+      jaxprs = core.jaxprs_in_params(eqn.params)
+      # Those of other primitives are resolved when they are lowered.
+      inner = ((j if _is_transparent(eqn) else _resolve(j, here), here)
+               for j in jaxprs)
+    kept += sum(itertools.starmap(_count_kept_eqns, inner))
+  return kept
+
+
+def _is_transparent(eqn: core.JaxprEqn) -> bool:
+  return eqn.primitive.name in resolution.TRANSPARENT_PRIMITIVES
+
+
+def _is_kernel(eqn: core.JaxprEqn) -> bool:
+  # A kernel is lowered for its own language, whatever the platform is called.
+  return eqn.primitive.name == "pallas_call"
+
+
+def _location(eqn: core.JaxprEqn, around: Location) -> Location:
+  """Says where an equation was traced; JAX may not know, in a cached jaxpr."""
   match = re.fullmatch(r"(.*?):(\d+)(?::\d+)? \((.*)\)",
-                       internals.user_location(eqn.source_info))
-  return Location(match[1], int(match[2]), match[3]) if match else Location()
+                       source_info_util.summarize(eqn.source_info))
+  return Location(match[1], int(match[2]), match[3]) if match else around
 
 
 def _first_line(error_type: str, message: str) -> str:
@@ -77,24 +115,25 @@ class _Walk:
     self._kept_alive: list = []
 
   def jaxpr(self, jaxpr: core.Jaxpr, platforms: tuple[str, ...],
-            inside: tuple[str, ...], alone: bool
+            around: Location, inside: tuple[str, ...], alone: bool
             ) -> tuple[tuple[Conditional, ...], tuple[Deferred, ...]]:
     """Returns its conditionals, and the deferred errors outside of them."""
     conditionals: dict[Conditional, int] = {}
     deferred: list[Deferred] = []
     for eqn in jaxpr.eqns:
       here = _platforms_of(eqn, platforms)
+      location = _location(eqn, around)
       if resolution.is_platform_conditional(eqn):
-        found = self._conditional(eqn, here, inside, alone)
+        found = self._conditional(eqn, here, location, inside, alone)
         conditionals[found] = conditionals.get(found, 0) + 1
       elif eqn.primitive is deferral.deferred_error_p:
         error = eqn.params["error"]
         deferred.append(Deferred(
-            _location(eqn), _first_line(error.type.__name__, error.message)))
-      elif eqn.primitive.name != "pallas_call":
+            location, _first_line(error.type.__name__, error.message)))
+      elif not _is_kernel(eqn):
         for inner in core.jaxprs_in_params(eqn.params):
           more, errors = self.jaxpr(
-              inner, here, (*inside, _label(eqn)),
+              inner, here, location, (*inside, _label(eqn)),
               alone and eqn.primitive.name not in _WITH_AXES)
           deferred.extend(errors)
           for found in more:
@@ -105,7 +144,8 @@ class _Walk:
             tuple(dict.fromkeys(deferred)))
 
   def _conditional(self, eqn: core.JaxprEqn, platforms: tuple[str, ...],
-                   inside: tuple[str, ...], alone: bool) -> Conditional:
+                   location: Location, inside: tuple[str, ...],
+                   alone: bool) -> Conditional:
     branches_platforms = eqn.params[internals.PLATFORMS]
     reachable = platforms_lib.reachable(branches_platforms, platforms)
     owned = dict(zip(reachable.branches, reachable.owned))
@@ -114,13 +154,13 @@ class _Walk:
         zip(branches_platforms, eqn.params["branches"])):
       taken_on = owned.get(i, ())
       conditionals, deferred = self.jaxpr(
-          internals.open_jaxpr(branch), taken_on, (), alone)
+          internals.open_jaxpr(branch), taken_on, location, (), alone)
       branches.append(Branch(
           names, taken_on, _count_eqns(branch),
-          self.failures(branch, _location(eqn), taken_on, conditionals,
-                        deferred, alone),
+          self.failures(branch, location, taken_on, conditionals, deferred,
+                        alone),
           deferred, conditionals))
-    return Conditional(_location(eqn), inside, platforms, reachable.missing,
+    return Conditional(location, inside, platforms, reachable.missing,
                        tuple(branches))
 
   def failures(self, branch, location: Location, taken_on: tuple[str, ...],
@@ -137,7 +177,8 @@ class _Walk:
             core.jaxpr_as_fun(branch), branch.in_avals, branch, platform)
         if error is None:
           continue
-      primitives = list(self._failing_eqns(jaxpr, platform, alone))
+      primitives = list(
+          self._failing_eqns(jaxpr, platform, location, alone))
       explained = (primitives or deferred or
                    any(c.fails_on(platform) for c in conditionals))
       if error is not None and not explained:
@@ -148,7 +189,8 @@ class _Walk:
         Failure(primitive, location, tuple(dict.fromkeys(names)), error)
         for (primitive, location, error), names in found.items())
 
-  def _failing_eqns(self, jaxpr: core.Jaxpr, platform: str, alone: bool
+  def _failing_eqns(self, jaxpr: core.Jaxpr, platform: str,
+                    around: Location, alone: bool
                     ) -> Iterator[tuple[str, Location, str]]:
     """Finds what cannot be lowered, outside of platform conditionals."""
     for eqn in jaxpr.eqns:
@@ -157,20 +199,24 @@ class _Walk:
           internals.platform_index_p, deferral.deferred_error_p)):
         continue
       (here,) = _platforms_of(eqn, (platform,))
-      if name in resolution.TRANSPARENT_PRIMITIVES:
+      location = _location(eqn, around)
+      avals = [v.aval for v in eqn.invars]
+      if _is_transparent(eqn):
         for inner in core.jaxprs_in_params(eqn.params):
           yield from self._failing_eqns(
-              inner, here, alone and name not in _WITH_AXES)
+              inner, here, location, alone and name not in _WITH_AXES)
         continue
+      if not all(isinstance(aval, core.ShapedArray) for aval in avals):
+        continue  # JAX discharges references before it lowers
       error = None
       if not internals.has_lowering_rule(eqn.primitive, here):
         error = f"JAX has no lowering rule of {name} for {here}"
-      elif _is_alone([v.aval for v in eqn.invars], alone):
+      elif _is_alone(avals, alone):
         error = self.lowering_error(
             lambda *args, eqn=eqn: eqn.primitive.bind(*args, **eqn.params),
-            [v.aval for v in eqn.invars], eqn, here)
+            avals, eqn, here)
       if error is not None:
-        yield name, _location(eqn), error
+        yield name, location, error
 
   def lowering_error(self, fun: Callable, avals, key, platform: str
                      ) -> str | None:

@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax._src import config
 from jax._src import test_util as jtu
+from jax._src.state.discharge import run_state
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +60,7 @@ class ExplainTest(tu.JcpTestCase):
   def test_counts(self):
     f = lambda x: jnp.cos(choose(x))
     e = jax_cond_patch.explain(f, X)
-    traced = 2 + 1 + 2 + 1  # platform_index, cond, its branches, and cos
+    traced = 1 + 1 + 2 + 1  # cond, its branches, and cos
     self.assertEqual(e.equations, traced)
     alone, other, both = e.counts
     self.assertEqual((alone.platforms, alone.kept), (("cpu",), 3))
@@ -69,6 +70,32 @@ class ExplainTest(tu.JcpTestCase):
       self.assertEqual(count.kept + count.dropped, traced)
     (alone,) = jax_cond_patch.explain(f, X, platforms="cpu").counts
     self.assertEqual(alone.kept, 3)
+
+  def test_counts_of_what_is_resolved_while_lowering(self):
+    """The solver's functions are no part of the program that is resolved."""
+    def f(x):
+      branches = dict(cpu=lambda x: x * 2, default=lambda x: x * 2 + 0)
+      return lax.custom_linear_solve(
+          lambda x: lax.platform_dependent(x, **branches), x,
+          solve=lambda _, b: b / 2, symmetric=True)
+    cpu, tpu, both = jax_cond_patch.explain(f, X).counts
+    self.assertEqual(both.dropped, 0)
+    self.assertGreater(cpu.dropped, tpu.dropped)
+    self.assertGreater(tpu.dropped, 0)
+
+  def test_references(self):
+    """What is discharged before lowering needs no lowering rule."""
+    def f(x):
+      def body(ref):
+        def branch(_):
+          ref[...] = tu.only_on("tpu")(ref[...])
+          return 0
+        lax.platform_dependent(1., cpu=branch, default=lambda _: 0)
+      return run_state(body)(x)
+    e = jax_cond_patch.explain(f, X)
+    (failure,) = e.conditionals[0].branches[0].failures
+    self.assertEqual(failure.primitive, "only_on_tpu")
+    self.assertEqual(e.counts[-1].dropped, 0)
 
   def test_loops_and_jit_are_entered(self):
     wraps = {
@@ -249,10 +276,10 @@ class ExplainTest(tu.JcpTestCase):
     e = jax_cond_patch.explain(choose, X, platforms=("cpu", "tpu"))
     title = str(e.conditionals[0].location)
     self.assertMultiLineEqual(str(e), "\n".join([
-        "choose for cpu, tpu: 1 platform conditional, 5 equations traced",
-        "cpu: equations kept 2, dropped 3",
-        "tpu: equations kept 1, dropped 4",
-        "cpu + tpu: equations kept 5, dropped 0",
+        "choose for cpu, tpu: 1 platform conditional, 4 equations traced",
+        "cpu: equations kept 2, dropped 2",
+        "tpu: equations kept 1, dropped 3",
+        "cpu + tpu: equations kept 4, dropped 0",
         "",
         "platform conditional".ljust(len(title)) + "  eqns  cpu    tpu",
         title,

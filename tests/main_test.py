@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -159,6 +160,29 @@ class MainTest(tu.JcpTestCase):
       (["-h"], ["-h"], []), (["-", "x"], [], ["-", "x"]))
   def test_split_program(self, argv, options, program):
     self.assertEqual(runner.split_program(argv), (options, program))
+
+  @parameterized.parameters("off", "tracebackhide", "remove_frames")
+  def test_traceback(self, filtering):
+    """The user's line and what to do stand in it, filtered or not."""
+    path = self.write("mine.py", """
+        import jax, jax_cond_patch
+        @jax.jit
+        def f(x):
+          return jax.lax.platform_dependent(x, tpu=jax.numpy.sin)
+        f(1.)
+        """)
+    result = python(path, JAX_TRACEBACK_FILTERING=filtering)
+    self.assertEqual(result.returncode, 1)
+    self.assertIn(f'File "{path}", line 6, in <module>', result.stderr)
+    last = re.findall(r"(?m)^NotImplementedError: .*$", result.stderr)[-1]
+    self.assertIn("has no branch for 'cpu'", last)
+    self.assertIn(f"{path}:5", last)
+    self.assertIn("Add a branch `cpu=` or `default=`.", last)
+    if filtering == "remove_frames":
+      # The frames of JAX and of ours are in the exception that it stands for.
+      *_, filtered = result.stderr.split("direct cause of the following")
+      self.assertNotIn(os.path.join(ROOT, "jax_cond_patch"), filtered)
+      self.assertNotIn("site-packages", filtered)
 
   @parameterized.parameters("plugin", "conftest")
   def test_pytest(self, how):
