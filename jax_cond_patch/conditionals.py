@@ -227,7 +227,7 @@ class _Walk:
               for a in avals]
       error = None
       try:
-        jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,))
+        internals.lower_for(fun, args, platform)
       except Exception as e:  # whatever JAX raises is the answer
         error = _first_line(type(e).__name__, str(e))
       self._errors[id(key), platform] = error
