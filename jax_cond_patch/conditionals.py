@@ -223,8 +223,7 @@ class _Walk:
     """Lowers a function by itself, and returns what JAX says if it fails."""
     if (id(key), platform) not in self._errors:
       self._kept_alive.append(key)
-      args = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
-              for a in avals]
+      args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
       error = None
       try:
         internals.lower_for(fun, args, platform)
