@@ -25,6 +25,7 @@ def _status(args: argparse.Namespace) -> int:
           ("JAX", status.jax_version or "none"),
           ("era", status.era or "unknown"),
           ("active", f"{'yes' if status.active else 'no'}: {status.reason}"),
+          ("defers errors", "yes" if status.defers else "no"),
           ("replaced", f"{len(status.replaced)} in JAX")]
   for name, value in rows:
     print(f"{name:<15} {value}")

@@ -127,7 +127,7 @@ class _Walk:
         found = self._conditional(eqn, here, location, inside, alone)
         conditionals[found] = conditionals.get(found, 0) + 1
       elif eqn.primitive is deferral.deferred_error_p:
-        error = eqn.params["error"]
+        error = eqn.params["deferred"]
         deferred.append(Deferred(
             location, _first_line(error.type.__name__, error.message)))
       elif not _is_kernel(eqn):

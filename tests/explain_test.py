@@ -195,8 +195,8 @@ class ExplainTest(tu.JcpTestCase):
   def test_deferred_errors(self):
     def deferred(x):
       return deferral.deferred_error_p.bind(
-          error=deferral.DeferredError(TypeError, "no such rule\nmore"),
-          out_avals=(jax.typeof(x) if hasattr(jax, "typeof") else
+          deferred=deferral.DeferredError(TypeError, "no such rule\nmore"),
+          effectful=False, out_avals=(jax.typeof(x) if hasattr(jax, "typeof") else
                      jax.core.get_aval(x),))[0]
     f = lambda x: lax.platform_dependent(
         x, tpu=lambda x: deferred(x) + 1, default=jnp.sin)
