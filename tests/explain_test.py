@@ -10,6 +10,7 @@ from absl.testing import parameterized
 import jax
 from jax import lax
 from jax._src import config
+from jax._src import core
 from jax._src import test_util as jtu
 from jax._src.state.discharge import run_state
 from jax.experimental import pallas as pl
@@ -196,8 +197,7 @@ class ExplainTest(tu.JcpTestCase):
     def deferred(x):
       return deferral.deferred_error_p.bind(
           deferred=deferral.DeferredError(TypeError, "no such rule\nmore"),
-          effectful=False, out_avals=(jax.typeof(x) if hasattr(jax, "typeof") else
-                     jax.core.get_aval(x),))[0]
+          effectful=False, out_avals=(x.aval,))[0]
     f = lambda x: lax.platform_dependent(
         x, tpu=lambda x: deferred(x) + 1, default=jnp.sin)
     e = jax_cond_patch.explain(f, X)
@@ -212,6 +212,21 @@ class ExplainTest(tu.JcpTestCase):
     e = jax_cond_patch.explain(deferred, X)
     self.assertLen(e.deferred, 1)
     self.assertIn("deferred at", str(e))
+
+  def test_deferred_by_a_transformation(self):
+    """As a kernel without a batching rule, under vmap."""
+    primitive = core.Primitive("without_rules")
+    primitive.def_abstract_eval(lambda x: x)
+    f = jax.vmap(lambda x: lax.platform_dependent(
+        x, tpu=primitive.bind, default=jnp.sin))
+    e = jax_cond_patch.explain(f, X)
+    on_tpu, default = e.conditionals[0].branches
+    (deferred,) = on_tpu.deferred
+    self.assertIn("Batching rule for 'without_rules' not implemented",
+                  deferred.error)
+    self.assertEqual(deferred.location.file, __file__)
+    self.assertEmpty(default.deferred)
+    self.assertEqual([e.fails_on(p) for p in e.platforms], [False, True])
 
   def test_equal_ones_are_told_once(self):
     def f(x):
