@@ -73,6 +73,16 @@ def lint(session):
 
 
 @nox.session
+def docs(session):
+  """Builds the documentation; a warning is an error."""
+  session.install("mkdocs")
+  session.run("mkdocs", "build", "--strict", "--config-file",
+              "docs/mkdocs.yml", "--site-dir",
+              session.posargs[0] if session.posargs else
+              str(pathlib.Path(session.create_tmp()).absolute()))
+
+
+@nox.session
 def typecheck(session):
   """Runs mypy."""
   session.install("mypy", "packaging")

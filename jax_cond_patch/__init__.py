@@ -19,6 +19,8 @@ from jax_cond_patch.errors import (
     UnsupportedJaxVersionWarning as UnsupportedJaxVersionWarning)
 from jax_cond_patch.errors import (
     UntestedJaxVersionWarning as UntestedJaxVersionWarning)
+from jax_cond_patch.explain import Explanation as Explanation
+from jax_cond_patch.explain import explain as explain
 
 __version__ = "0.1.0"
 

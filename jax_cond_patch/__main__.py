@@ -2,10 +2,90 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import dataclasses
+import importlib.util
+import json
+import os
+import re
 import sys
 
+import jax_cond_patch
+from jax_cond_patch import activation
 from jax_cond_patch import demo
+from jax_cond_patch import runner
+
+
+def _status(args: argparse.Namespace) -> int:
+  status = activation.status()
+  if args.json:
+    print(json.dumps(dataclasses.asdict(status), indent=2))
+    return 0
+  rows = [("jax_cond_patch", jax_cond_patch.__version__),
+          ("JAX", status.jax_version or "none"),
+          ("era", status.era or "unknown"),
+          ("active", f"{'yes' if status.active else 'no'}: {status.reason}"),
+          ("defers errors", "yes" if status.defers else "no"),
+          ("replaced", f"{len(status.replaced)} in JAX")]
+  for name, value in rows:
+    print(f"{name:<15} {value}")
+  whys = {r.name: r.why for r in activation.table()} if status.replaced else {}
+  width = max(map(len, status.replaced), default=0)
+  for name in status.replaced:
+    print(f"  {name:<{width}}  {whys[name]}")
+  return 0
+
+
+_TYPES = dict(f="float", bf="bfloat", i="int", u="uint", c="complex")
+
+
+def _shape(text: str):
+  """Reads the argument of a function as JAX prints it, `f32[8,128]`."""
+  import jax
+  import numpy as np
+  match = re.fullmatch(r"([a-z]+)(\d*)\[([\d,]*)\]", text)
+  try:
+    if match is None:
+      raise TypeError
+    dtype = np.dtype(_TYPES.get(match[1], match[1]) + match[2])
+  except TypeError:
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a type and shape like f32[8,128] or i32[]") from None
+  shape = [int(size) for size in match[3].split(",") if size]
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _function(text: str) -> Callable:
+  """Loads `FILE:FUNCTION`; the file runs as a module."""
+  file, _, name = text.rpartition(":")
+  if not os.path.isfile(file):
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not FILE:FUNCTION: there is no file {file!r}")
+  sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+  module_name = os.path.splitext(os.path.basename(file))[0]
+  spec = importlib.util.spec_from_file_location(module_name, file)
+  if spec is None or spec.loader is None:
+    raise argparse.ArgumentTypeError(f"{file!r} is not a file of Python code")
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[module_name] = module
+  spec.loader.exec_module(module)
+  fun = getattr(module, name, None)
+  if not callable(fun):
+    raise argparse.ArgumentTypeError(f"{file} has no function {name!r}")
+  return fun
+
+
+def _explain(args: argparse.Namespace) -> int:
+  explanation = jax_cond_patch.explain(
+      args.function, *args.arguments, platforms=args.platforms.split(","))
+  if args.html:
+    with open(args.html, "w", encoding="utf-8") as f:
+      f.write('<!DOCTYPE html>\n<meta charset="utf-8">\n'
+              f"<title>{args.function.__name__}</title>\n"
+              f"{explanation._repr_html_()}\n")
+  else:
+    print(explanation)
+  return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +103,48 @@ def main(argv: Sequence[str] | None = None) -> int:
       "every program is right with it.")
   command.set_defaults(run=lambda args: demo.main())
 
+  command = commands.add_parser(
+      "status", help="say whether JAX is patched, why, and what is replaced",
+      description="Says whether `import jax_cond_patch` patches the installed "
+      "JAX in this environment, why, and what it replaces.")
+  command.add_argument("--json", action="store_true", help="print JSON")
+  command.set_defaults(run=_status)
+
+  command = commands.add_parser(
+      "explain", help="tell what becomes of a function's platform conditionals",
+      description="Traces a function and tells, without running or compiling "
+      "it, which branches its platform conditionals take.")
+  command.add_argument("function", metavar="FILE:FUNCTION", type=_function,
+                       help="the function, which takes arrays")
+  command.add_argument("arguments", metavar="ARGUMENT", nargs="*", type=_shape,
+                       help="the type and shape of an argument, as f32[8,128]")
+  command.add_argument("--platforms", default="cpu,tpu", metavar="NAME,...",
+                       help="the lowering platforms (default: %(default)s)")
+  command.add_argument("--html", metavar="FILE",
+                       help="write a drawing instead of printing a table")
+  command.set_defaults(run=_explain)
+
+  run_command = commands.add_parser(
+      "run", help="run a program on a patched JAX",
+      usage="%(prog)s [-h] [--children] (SCRIPT | -m MODULE | -c CODE) "
+      "[ARGUMENT ...]",
+      description="Runs a program as Python does, on a patched JAX.")
+  run_command.add_argument(
+      "--children", action="store_true", help="patch JAX in the Pythons that "
+      "the program starts, too; forked processes are patched in any case")
+
+  def run_program(args):
+    if not program:
+      run_command.error("there is no program to run")
+    return runner.run(program, args.children)
+
+  run_command.set_defaults(run=run_program)
+
+  argv = list(sys.argv[1:] if argv is None else argv)
+  program: list[str] = []
+  if argv[:1] == ["run"]:
+    options, program = runner.split_program(argv[1:])
+    argv = ["run", *options]
   args = parser.parse_args(argv)
   return args.run(args)
 

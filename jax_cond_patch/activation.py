@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
-
+import logging
 import os
 import threading
 from typing import Any
@@ -20,6 +20,8 @@ from jax_cond_patch.errors import JaxCondPatchError
 from jax_cond_patch.errors import UnsupportedJaxVersionError
 from jax_cond_patch.errors import UnsupportedJaxVersionWarning
 from jax_cond_patch.errors import UntestedJaxVersionWarning
+
+_logger = logging.getLogger("jax_cond_patch")
 
 _ABSENT = object()
 
@@ -277,7 +279,7 @@ def _check_jax() -> str | None:
   if found is None:
     raise UnsupportedJaxVersionError(
         "jax_cond_patch cannot patch JAX: no JAX is installed. Install one: "
-        f"{supported}.")
+        f"{supported}. See docs/pages/errors.md#unknown-jax.")
   try:
     import jax  # noqa: F401
   except Exception as error:  # JAX raises what it likes for a wrong jaxlib.
@@ -286,7 +288,8 @@ def _check_jax() -> str | None:
         f"jax_cond_patch cannot patch JAX: JAX {found} with "
         f"{f'jaxlib {jaxlib}' if jaxlib else 'no jaxlib'} cannot be imported "
         f"({type(error).__name__}: {error}). Install the jaxlib that belongs "
-        f"to it: pip install 'jax=={found}' with its jaxlib.") from error
+        f"to it: pip install 'jax=={found}' with its jaxlib. See "
+        "docs/pages/errors.md#unknown-jax.") from error
   if releases.find(found) is not None:
     return None
   untested = _read_switch(_UNTESTED, default=None)
@@ -294,7 +297,8 @@ def _check_jax() -> str | None:
     raise UnsupportedJaxVersionError(
         f"jax_cond_patch cannot patch JAX: JAX {found} is installed, and "
         f"{supported}. JAX is left as it is. Install one of these, or a newer "
-        f"jax_cond_patch, or set {_UNTESTED}=1 to try it.")
+        f"jax_cond_patch, or set {_UNTESTED}=1 to try it. See "
+        "docs/pages/errors.md#unknown-jax.")
   if untested is None:
     changes = _differences()
     if changes:
@@ -302,9 +306,11 @@ def _check_jax() -> str | None:
           f"jax_cond_patch cannot patch JAX: JAX {found} is installed, "
           f"{supported}, and it has changed: {'; '.join(changes)}. JAX is left "
           "as it is. Install a supported release, or a newer jax_cond_patch, "
-          f"or set {_UNTESTED}=1 to try it.")
+          f"or set {_UNTESTED}=1 to try it. See "
+          "docs/pages/errors.md#unknown-jax.")
   return (f"jax_cond_patch is not tested on JAX {found}: {supported}. JAX is "
-          f"patched nevertheless; set {_UNTESTED}=0 to leave it as it is.")
+          f"patched nevertheless; set {_UNTESTED}=0 to leave it as it is. See "
+          "docs/pages/errors.md#untested-jax.")
 
 
 def _differences() -> list[str]:
@@ -363,6 +369,8 @@ def _activate(pin: Sequence[str] | None, defer: bool | None,
     _reason = warning or "activated"
     if pin is not None:
       _set_pin(pin)
+    _logger.info("JAX %s is patched in %d places", releases.installed(),
+                 len(_undo))
   if warning is not None:
     _warn_untested(warning, stacklevel + 1)
 
@@ -404,14 +412,15 @@ def _prepare(replacements: Sequence[Replacement]
         raise JaxCondPatchError(
             f"jax_cond_patch adds {replacement.name} to JAX, but this JAX has "
             "one already. JAX is left as it is. Something else may have "
-            "patched it; import that after jax_cond_patch, or not at all.")
+            "patched it; import that after jax_cond_patch, or not at all. See "
+            "docs/pages/errors.md#already-in-jax.")
       new = replacement.make()
     else:
       if original is _ABSENT:
         raise JaxCondPatchError(
             f"jax_cond_patch replaces {replacement.name}, which this JAX does "
             "not have. JAX is left as it is. Reinstall JAX, or report the "
-            "version that you use.")
+            "version that you use. See docs/pages/errors.md#missing-in-jax.")
       new = replacement.make(original)
     prepared.append((replacement, original, new))
   return prepared
@@ -440,12 +449,14 @@ def deactivate() -> None:
       if replacement.place.get() is not new:
         raise JaxCondPatchError(
             f"{replacement.name} was replaced again after jax_cond_patch was "
-            "activated. Undo that first; JAX stays patched.")
+            "activated. Undo that first; JAX stays patched. See "
+            "docs/pages/errors.md#replaced-again.")
     if not _undo:
       return
     _restore(_undo)
     _clear_caches()
     _reason = "deactivated"
+    _logger.info("JAX is as it was before it was patched")
 
 
 def pinned() -> tuple[str, ...] | None:
@@ -573,7 +584,7 @@ def _read_switch(name: str, default: bool | None = True) -> bool | None:
   if value.lower() not in _SWITCH_VALUES:
     raise JaxCondPatchError(
         f"The environment variable {name} is {value!r}, and must be one of "
-        f"{', '.join(_SWITCH_VALUES)}.")
+        f"{', '.join(_SWITCH_VALUES)}. See docs/pages/errors.md#switch.")
   return _SWITCH_VALUES[value.lower()]
 
 
@@ -582,6 +593,7 @@ def activate_on_import() -> None:
   global _reason
   if not _read_switch(_SWITCH):
     _reason = f"{_SWITCH}={os.environ[_SWITCH]}"
+    _logger.info("JAX is not patched: %s", _reason)
     return
   pin = None
   if _PIN in os.environ:
@@ -591,7 +603,7 @@ def activate_on_import() -> None:
       raise JaxCondPatchError(
           f"The environment variable {_PIN} is {os.environ[_PIN]!r}, and must "
           "be the names of platforms with commas between them, such as "
-          f"cpu,cuda. {error}") from None
+          f"cpu,cuda. {error} See docs/pages/errors.md#pin.") from None
   try:
     _activate(pin, None, stacklevel=4)
   except UnsupportedJaxVersionError as error:

@@ -210,7 +210,7 @@ class Values:
     branch = platform and platforms_lib.owner(branches_platforms, platform)
     return None if branch is None else np.int32(branch)
 
-  def _platform_of(self, eqn: core.JaxprEqn) -> str | None:
+  def _platform_of(self, eqn: core.JaxprEqn) -> Platform | None:
     names = internals.platforms_for_eqn_ctx(getattr(eqn, "ctx", None))
     return names[0] if names else self._platform
 

@@ -266,7 +266,8 @@ def _deferred(error: Exception, names: tuple[str, ...] | None,
       f"{error}\n\nThis error was deferred by jax_cond_patch. The {branch} of "
       f"platform_dependent raised it under {transformation.name}, at "
       f"{_location(error)}. It comes now, since the program is lowered for a "
-      "platform that runs this branch."))
+      "platform that runs this branch. See "
+      "docs/pages/errors.md#deferred-error."))
 
 
 def _location(error: Exception) -> str:

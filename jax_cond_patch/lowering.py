@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import inspect
+import logging
 
 from jax._src import core
 from jax._src.interpreters import mlir
@@ -18,6 +19,8 @@ from jax._src.lib.mlir.dialects import hlo
 
 from jax_cond_patch import resolution
 from jax_cond_patch.compat import internals
+
+_logger = logging.getLogger("jax_cond_patch")
 
 
 def lower_sharding_computation(original: Callable) -> Callable:
@@ -32,6 +35,8 @@ def lower_sharding_computation(original: Callable) -> Callable:
     requested = internals.requested_platforms(arguments)
 
     def lower(platforms):
+      _logger.debug("lowering %s for %s", arguments["fun_name"],
+                    ", ".join(platforms))
       resolved = resolution.resolve(
           closed_jaxpr, platforms, resolution.Scope.PROGRAM)
       return original(resolved, *args, **kwargs)

@@ -61,4 +61,5 @@ def check(eqn: core.JaxprEqn, platforms: Sequence) -> None:
         f"else, and is lowered for {platforms_lib.quote(broken)}. Code for "
         "other platforms was left out of the platform_dependent at "
         f"{internals.user_location(eqn.source_info)}. Pin to these platforms "
-        "too, by jax_cond_patch.pin, or to none, and trace the program anew.")
+        "too, by jax_cond_patch.pin, or to none, and trace the program anew. "
+        "See docs/pages/errors.md#pin.")

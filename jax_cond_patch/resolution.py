@@ -409,7 +409,7 @@ class _Resolver:
         "is lowered; it has branches for "
         f"{platforms_lib.describe(branches_platforms)}. It is called at "
         f"{internals.user_location(eqn.source_info)}. Add a branch "
-        f"`{missing[0]}=` or `default=`.")
+        f"`{missing[0]}=` or `default=`. See docs/pages/errors.md#no-branch.")
     self.emit(deferral.deferred_error_eqn(
         eqn, deferral.DeferredError(NotImplementedError, message)))
 

@@ -358,6 +358,26 @@ class ActivationTest(tu.JcpTestCase):
       self.assertFalse(status.active)
       self.assertEmpty(status.replaced)
 
+  def test_log(self):
+    f = lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+    with self.assertLogs("jax_cond_patch", "DEBUG") as logs:
+      with jax_cond_patch.deactivated():
+        pass
+      jax.jit(f).lower(X)
+    messages = [record.getMessage() for record in logs.records]
+    self.assertSequenceEqual(messages, [
+        "JAX is as it was before it was patched",
+        f"JAX {jax.__version__} is patched in {len(activation.table())} places",
+        "lowering <lambda> for cpu"])
+
+  def test_log_is_silent_by_default(self):
+    result = tu.run_python("""
+        import jax_cond_patch, jax
+        jax_cond_patch.deactivate()
+        """)
+    self.assertEqual((result.returncode, result.stdout, result.stderr),
+                     (0, "", ""))
+
   def test_names_are_unique_and_reasons_given(self):
     names = [r.name for r in activation.table()]
     self.assertLen(set(names), len(names))

@@ -404,6 +404,25 @@ def lowering_rule_entry(rule: Callable):
   return rule
 
 
+def lower_for(fun: Callable, args: Sequence, platform: str) -> None:
+  """Lowers a function for a platform, whatever devices there are.
+
+  That is public since JAX 0.4.30:
+  https://github.com/jax-ml/jax/commit/6ba16e0348
+  """
+  jitted = jax.jit(fun)
+  if hasattr(jitted, "trace"):
+    jitted.trace(*args).lower(lowering_platforms=(platform,))
+  else:
+    jitted.lower(*args, _experimental_lowering_parameters=(
+        mlir.LoweringParameters(platforms=(platform,))))
+
+
+def has_lowering_rule(primitive: core.Primitive, platform: str) -> bool:
+  return (primitive in mlir._lowerings or
+          primitive in mlir._platform_specific_lowerings.get(platform, ()))
+
+
 def uncacheable_primitives() -> set | None:
   """The primitives whose rules JAX 0.7 and later does not make functions of."""
   return getattr(mlir, "_uncacheable_primitives", None)
