@@ -403,7 +403,7 @@ class ComputeOnTest(tu.JcpTestCase):
 class OtherInterpretersTest(tu.JcpTestCase):
 
   def test_rebound_without_platforms(self):
-    """A rule that knows only `branches` makes what JAX makes without us."""
+    """A rule that knows only `branches` leaves an index that is known."""
     def bind(eqn, args):
       if eqn.primitive is not internals.cond_p:
         return bind_with_params(eqn, args)
@@ -414,7 +414,8 @@ class OtherInterpretersTest(tu.JcpTestCase):
     self.assertAllClose(jax.jit(grad(f))(X), grad(elsewhere)(X), rtol=1e-5)
     self.assertRunsAs(f, dict(cpu=elsewhere, cuda=elsewhere, tpu=on_tpu), X)
     text = tu.lower(f, X, platforms=("tpu",))
-    self.assertEqual(tu.count_ops(text, "stablehlo.case"), 1)
+    self.assertNotIn("stablehlo.case", text)
+    self.assertNotIn("stablehlo.sine", text)
 
   def test_printed(self):
     jaxpr = jax.make_jaxpr(jax.jit(choose))(X)
