@@ -233,6 +233,11 @@ def _table() -> Sequence[Replacement]:
       add(f"mlir._uncacheable_primitives: {primitive}",
           Member(uncacheable, primitive), primitive,
           "it is lowered in place, not as a function")
+  # The names of axes and more in one object came with JAX 0.4.36:
+  # https://github.com/jax-ml/jax/commit/c36e1f7c1a.
+  batchers = ("fancy_primitive_batchers"
+              if hasattr(batching, "fancy_primitive_batchers")
+              else "axis_primitive_batchers")
   for table_name, rules_table, primitive, own_rule in (
       ("ad.primitive_jvps", ad.primitive_jvps, deferral.deferred_error_p,
        deferral.deferred_error_jvp),
@@ -240,7 +245,7 @@ def _table() -> Sequence[Replacement]:
        deferral.undifferentiable_jvp),
       ("ad.primitive_transposes", ad.primitive_transposes,
        deferral.deferred_error_p, deferral.deferred_error_transpose),
-      ("batching.fancy_primitive_batchers", batching.fancy_primitive_batchers,
+      (f"batching.{batchers}", getattr(batching, batchers),
        deferral.deferred_error_p, deferral.deferred_error_batching)):
     add(f"{table_name}[{primitive}]", Item(rules_table, primitive), own_rule,
         "a rule of our own")

@@ -124,9 +124,9 @@ def deferred_error_transpose(cts, *args, deferred, effectful, out_avals):
   return [next(outs) if is_linear else None for is_linear in linear]
 
 
-def deferred_error_batching(axis_data, args, dims, **params):
+def deferred_error_batching(*axis_args_dims, **params):
   # The outputs are the same for all elements of the batch: none has a value.
-  del axis_data, dims
+  *_, args, _ = axis_args_dims
   outs = deferred_error_p.bind(*args, **params)
   return outs, [None] * len(outs)
 
