@@ -496,7 +496,7 @@ def transpose(rule: Callable) -> Callable:
   return transpose_rule
 
 
-@takes_known_branch(lambda axis_data, args, dims: args[0])
+@takes_known_branch(lambda *args: args[-2][0])
 def batching(rule: Callable) -> Callable:
   """For the batching rule, which binds `cond_p` if the index is not mapped.
 

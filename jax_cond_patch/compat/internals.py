@@ -279,15 +279,17 @@ def is_kernel(eqn: core.JaxprEqn) -> bool:
 def index_maps(eqn: core.JaxprEqn) -> list:
   """The jaxprs that say which block a kernel works on."""
   grid_mapping = eqn.params.get("grid_mapping")
+  # Up to JAX 0.4.30 an operand that is not cut into blocks has none.
   return [m.index_map_jaxpr
-          for m in getattr(grid_mapping, "block_mappings", ())]
+          for m in getattr(grid_mapping, "block_mappings", ()) if m is not None]
 
 
 def replace_index_maps(eqn: core.JaxprEqn, fun: Callable) -> core.JaxprEqn:
   """Applies a function to the jaxprs that say which block a kernel works on."""
   grid_mapping = eqn.params["grid_mapping"]
-  block_mappings = tuple(m.replace(index_map_jaxpr=fun(m.index_map_jaxpr))
-                         for m in grid_mapping.block_mappings)
+  block_mappings = tuple(
+      m and m.replace(index_map_jaxpr=fun(m.index_map_jaxpr))
+      for m in grid_mapping.block_mappings)
   grid_mapping = grid_mapping.replace(block_mappings=block_mappings)
   return eqn.replace(params={**eqn.params, "grid_mapping": grid_mapping})
 
