@@ -280,7 +280,7 @@ def _stage(index, branches, args, branches_platforms):
         index, branches, args, branches_platforms=branches_platforms)
   if len(branches) == 1:
     # `switch` calls a single branch, for whatever platform. It gets the branch
-    # twice, which traces it once, and `_OneBranch` drops the second.
+    # twice, which traces it once, and `_Staged` drops the second.
     branches *= 2
   switch = internals.undecorated(conditionals.switch)
   lax = _Namespace(switch.__globals__["lax"], clamp=lambda lo, x, hi: x)

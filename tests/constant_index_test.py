@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -13,11 +12,6 @@ from jax._src import config
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
-
-try:
-  from jax.experimental.compute_on import compute_on
-except ImportError:
-  compute_on = None
 
 import jax_cond_patch
 from jax_cond_patch import resolution
@@ -327,17 +321,12 @@ class PlatformFlagTest(tu.JcpTestCase):
 
   def test_compute_on_host(self):
     """On the host it is the host's flag, wherever it is made."""
-    if compute_on is None:
+    if tu.compute_on is None:
       self.skipTest("This JAX has no compute_on.")
-    def on_host(f):
-      if "out_memory_spaces" in inspect.signature(compute_on).parameters:
-        return compute_on(f, compute_type="device_host",
-                          out_memory_spaces=jax.memory.Space.Device)
-      return compute_on("device_host")(jax.jit(f))
     def host(x, flag):
       return (lax.cond(flag_of_platform(), IF_TRUE, IF_FALSE, x) +
               lax.cond(flag, lambda x: x * 7.25, lambda x: x * 8.25, x))
-    f = lambda x: on_host(host)(x, flag_of_platform())
+    f = lambda x: tu.on_host(host)(x, flag_of_platform())
     for platforms in (("tpu",), ("cpu",), ("cpu", "tpu")):
       text = tu.lower(f, X, platforms=platforms)
       self.assertIn("1.25", text)

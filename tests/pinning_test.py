@@ -1,7 +1,6 @@
 """Tests of the promise to lower for some platforms only."""
 from __future__ import annotations
 
-import inspect
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -13,11 +12,6 @@ from jax._src import core
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
-
-try:
-  from jax.experimental.compute_on import compute_on
-except ImportError:
-  compute_on = None
 
 import jax_cond_patch
 import jcp_test_util as tu
@@ -174,19 +168,14 @@ class PinningTest(tu.JcpTestCase):
         export.export(jax.jit(cpu_only), platforms=platforms)(X)
 
   def test_compute_on_host(self):
-    if compute_on is None:
+    if tu.compute_on is None:
       self.skipTest("This JAX has no compute_on.")
-    def on_host(f):
-      if "out_memory_spaces" in inspect.signature(compute_on).parameters:
-        return compute_on(f, compute_type="device_host",
-                          out_memory_spaces=jax.memory.Space.Device)
-      return compute_on("device_host")(jax.jit(f))
-    f = lambda x: choose(on_host(choose)(x))
+    f = lambda x: choose(tu.on_host(choose)(x))
     jax_cond_patch.pin(("tpu",))
     with self.assertBreaksPin(("tpu",), "cpu"):
       tu.lower(f, X, platforms=("tpu",))
     # Without a choice there, the host is no other platform.
-    text = tu.lower(lambda x: choose(on_host(jnp.cos)(x)), X,
+    text = tu.lower(lambda x: choose(tu.on_host(jnp.cos)(x)), X,
                     platforms=("tpu",))
     self.assertIn("4.25", text)
     jax_cond_patch.pin(("tpu", "cpu"))
