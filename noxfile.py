@@ -34,10 +34,14 @@ def _table():
   return module.RELEASES
 
 
-@nox.session
-@nox.parametrize(
+# One session a release, with the Python that the table gives.
+_on_each_release = nox.parametrize(
     "python,release", [(r.python, r) for r in _table()],
     ids=[r.jax for r in _table()])
+
+
+@nox.session
+@_on_each_release
 def releases(session, release):
   """Runs the tests on one release: `nox -s 'releases(0.6.0)'`."""
   session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins)
@@ -56,9 +60,7 @@ def report(session):
 
 
 @nox.session
-@nox.parametrize(
-    "python,release", [(r.python, r) for r in _table()],
-    ids=[r.jax for r in _table()])
+@_on_each_release
 def fuzz(session, release):
   """Runs random programs with and without the package: EXAMPLES [SEED]."""
   session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins)
