@@ -252,6 +252,8 @@ def known_to_trace(index) -> Value:
     return None
   if internals.is_concrete(index):
     return _scalar(index, core.ShapedArray((), np.dtype(np.int32)))
-  atom, definitions, consts = internals.staged(index)
-  return Values(None, definitions, lambda var: _scalar(
-      consts[var], var.aval) if var in consts else None)(atom)
+  atom, definitions, constant = internals.staged(index)
+  def given(var):
+    value = constant(var)
+    return None if value is None else _scalar(value, var.aval)
+  return Values(None, definitions, given)(atom)

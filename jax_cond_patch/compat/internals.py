@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import inspect
 import sys
 import types
@@ -216,7 +217,7 @@ def loop_arity(eqn: core.JaxprEqn) -> tuple[int, int]:
 _FOLLOWED_EQUATIONS = 50
 
 
-def staged(tracer) -> tuple[Any, dict, dict]:
+def staged(tracer) -> tuple[Any, dict, Callable]:
   """The variable that a tracer stands for in the jaxpr that is being made.
 
   Args:
@@ -224,17 +225,17 @@ def staged(tracer) -> tuple[Any, dict, dict]:
 
   Returns:
     The variable, None if there is none; the equations that it was computed by
-    last; and the values of constants.
+    last; and what gives the value of a constant, or None.
   """
   if not isinstance(tracer, pe.DynamicJaxprTracer):
-    return None, {}, {}
+    return None, {}, lambda var: None
   frame = tracer._trace.frame
   definitions = {}
   if hasattr(frame, "eqns"):
     for eqn in frame.eqns[-_FOLLOWED_EQUATIONS:]:
       definitions.update(dict.fromkeys(eqn.outvars, eqn))
     var = frame.tracer_to_var.get(id(tracer))
-    return var, definitions, frame.constvar_to_val
+    return var, definitions, functools.partial(_constant, frame)
   # https://github.com/jax-ml/jax/commit/83c5251c5b (JAX 0.7.0) gave each tracer
   # its equation.
   pending = [tracer]
@@ -245,7 +246,17 @@ def staged(tracer) -> tuple[Any, dict, dict]:
           [t.val for t in eqn.in_tracers], eqn.outvars, eqn.primitive,
           eqn.params, eqn.effects)))
       pending.extend(eqn.in_tracers)
-  return tracer.val, definitions, frame.constvar_to_val
+  return tracer.val, definitions, functools.partial(_constant, frame)
+
+
+def _constant(frame, var):
+  """The value of a constant of the jaxpr that is being made, or None.
+
+  JAX 0.7.2 to 0.9.0.1 keep it with the value that the user gave:
+  https://github.com/jax-ml/jax/commit/19a505501f.
+  """
+  value = frame.constvar_to_val.get(var)
+  return getattr(value, "canonical", value)
 
 
 def is_tracing_kernel() -> bool:
