@@ -124,6 +124,8 @@ def narrow(ctx: mlir.LoweringRuleContext, platforms: tuple[str, ...]
   if tuple(module_context.platforms) == platforms:
     return ctx
   # The keys of this cache hold no platforms, so each set of them has its own.
+  # A function that is the same for all platforms is lowered for each set, too:
+  # only its lowering rules know whether it is, and they may trace anything.
   lowerings = module_context.cached_primitive_lowerings
   narrowed = lowerings.setdefault(_NARROWED_LOWERINGS, {})
   cache = narrowed.setdefault(platforms, {_NARROWED_LOWERINGS: narrowed})

@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import random
 import sys
+import time
 
 import hypothesis
 import jax
@@ -59,13 +60,14 @@ def run(examples: int, seed: int) -> tuple[collections.Counter, list[str]]:
 
 def main(examples: int, seed: int) -> None:
   print(f"jax {jax.__version__}, {examples} programs, seed {seed}", flush=True)
-  print(f"{'':10}" + "".join(f"{r:>18}" for r in RESULTS))
+  print(f"{'':10}" + "".join(f"{r:>18}" for r in (*RESULTS, "CPU seconds")))
   for name, context in (("unpatched", jax_cond_patch.deactivated),
                         ("patched", jax_cond_patch.activated)):
+    start = time.process_time()
     with context():
       counts, reports = run(examples, seed)
-    print(f"{name:10}" + "".join(f"{counts[r]:18}" for r in RESULTS),
-          flush=True)
+    print(f"{name:10}" + "".join(f"{counts[r]:18}" for r in RESULTS) +
+          f"{time.process_time() - start:18.0f}", flush=True)
   for report in reports:
     print(report)
   sys.exit(bool(reports))
