@@ -67,6 +67,21 @@ def fuzz(session, release):
   session.run("python", "tests/fuzz.py", *(session.posargs or ["10000"]))
 
 
+# Up to JAX 0.7.1 jax2tf makes graphs of TensorFlow's operations, too.
+_JAX2TF = ("0.4.30", "0.6.0", "0.7.1", "0.10.2", "0.12.0.1")
+
+
+@nox.session
+@nox.parametrize(
+    "python,release", [(r.python, r) for r in _table() if r.jax in _JAX2TF],
+    ids=_JAX2TF)
+def jax2tf(session, release):
+  """Converts programs by jax2tf and runs them in TensorFlow."""
+  session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins,
+                  "tensorflow-cpu")
+  session.run("python", "tests/jax2tf.py", env=dict(TF_CPP_MIN_LOG_LEVEL="3"))
+
+
 @nox.session
 def lint(session):
   """Runs ruff."""

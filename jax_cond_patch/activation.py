@@ -125,6 +125,7 @@ def _table() -> Sequence[Replacement]:
   from jax._src.lax.control_flow import conditionals
   from jax._src.state import discharge
   from jax_cond_patch import deferral
+  from jax_cond_patch import jax2tf
   from jax_cond_patch import lowering
   from jax_cond_patch import pinning
   from jax_cond_patch import resolution
@@ -205,6 +206,17 @@ def _table() -> Sequence[Replacement]:
       if cond_p in getattr(shard_map, name, ()):
         replace_rule(f"shard_map.{name}", getattr(shard_map, name), make,
                      "keeps platforms")
+
+  if internals.has_graph_conversion():
+    for primitive, convert in (
+        (cond_p, jax2tf.cond),
+        (internals.platform_index_p, jax2tf.platform_index),
+        (pinning.pinned_p, jax2tf.pinned),
+        (deferral.deferred_error_p, jax2tf.deferred_error)):
+      add(f"{primitive}_p.bind_with_trace",
+          Item(vars(primitive), "bind_with_trace"),
+          jax2tf.bind_with_trace(primitive, convert),
+          "jax2tf has no graph for platforms")
 
   add("ad.primitive_transposes[pinned_p]",
       Item(ad.primitive_transposes, pinning.pinned_p), pinning.pinned_transpose,

@@ -50,9 +50,14 @@ ALLOWED_EFFECTS = ("lowerable_effects", "control_flow_allowed_effects",
                    "remat_allowed_effects")
 
 
-def check(eqn: core.JaxprEqn, platforms: Sequence) -> None:
-  """Raises an error if a `pinned` equation is lowered for other platforms."""
-  pin = eqn.params["platforms"]
+def check(pin: Sequence[str], platforms: Sequence, source_info) -> None:
+  """Raises an error if a `pinned` equation is lowered for other platforms.
+
+  Args:
+    pin: the platforms of the equation.
+    platforms: the lowering platforms.
+    source_info: where it was traced.
+  """
   broken = [p for p in platforms if p not in pin]
   if broken:
     raise NotImplementedError(
@@ -60,6 +65,6 @@ def check(eqn: core.JaxprEqn, platforms: Sequence) -> None:
         f"{platforms_lib.quote(pin)}, which promises to lower for nothing "
         f"else, and is lowered for {platforms_lib.quote(broken)}. Code for "
         "other platforms was left out of the platform_dependent at "
-        f"{internals.user_location(eqn.source_info)}. Pin to these platforms "
+        f"{internals.user_location(source_info)}. Pin to these platforms "
         "too, by jax_cond_patch.pin, or to none, and trace the program anew. "
         "See docs/pages/errors.md#pin.")

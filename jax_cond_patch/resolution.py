@@ -232,7 +232,8 @@ class _Resolver:
     if eqn.primitive is internals.platform_index_p:
       return self.platform_index(eqn)
     if eqn.primitive is pinning.pinned_p:
-      pinning.check(eqn, self.platforms_of(eqn))
+      pinning.check(eqn.params["platforms"], self.platforms_of(eqn),
+                    eqn.source_info)
       self.changed = True
       return {}
     if is_platform_conditional(eqn):
@@ -403,15 +404,19 @@ class _Resolver:
   def missing(self, eqn: core.JaxprEqn, branches_platforms,
               missing: Sequence[str]) -> None:
     self.changed = True
-    names = platforms_lib.quote(missing)
-    message = (
-        f"platform_dependent has no branch for {names}, for which this program "
-        "is lowered; it has branches for "
-        f"{platforms_lib.describe(branches_platforms)}. It is called at "
-        f"{internals.user_location(eqn.source_info)}. Add a branch "
-        f"`{missing[0]}=` or `default=`. See docs/pages/errors.md#no-branch.")
+    message = no_branch(branches_platforms, missing, eqn.source_info)
     self.emit(deferral.deferred_error_eqn(
         eqn, deferral.DeferredError(NotImplementedError, message)))
+
+
+def no_branch(branches_platforms, missing: Sequence[str], source_info) -> str:
+  """The message that a platform conditional has no branch for platforms."""
+  return (
+      f"platform_dependent has no branch for {platforms_lib.quote(missing)}, for "
+      "which this program is lowered; it has branches for "
+      f"{platforms_lib.describe(branches_platforms)}. It is called at "
+      f"{internals.user_location(source_info)}. Add a branch `{missing[0]}=` or "
+      "`default=`. See docs/pages/errors.md#no-branch.")
 
 
 def _kernel_platform(eqn: core.JaxprEqn, platform: str) -> Platform | None:

@@ -124,8 +124,8 @@ SAFE_FUNCTIONS = {
     ("_src/thunky/thunky.py", ""): "has another `cond_p`",
     ("_src/thunky/thunky.py", "switch"): "has another `cond_p`",
     ("experimental/jax2tf/jax2tf.py", ""):
-        "converts through an export, unless told otherwise; then it refuses "
-        "platform indices",
+        "converts through an export; to a graph it has other "
+        "`bind_with_trace`s, which see only the branch that runs",
     ("experimental/shard_map.py", "_cond_rewrite"): REGISTERED,
     ("experimental/sparse/transform.py", "_cond_sparse"): REGISTERED,
 }

@@ -6,9 +6,11 @@ names the upstream change that made it needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import contextlib
 import dataclasses
 import functools
 import inspect
+import pathlib
 import sys
 import types
 from typing import Any
@@ -269,6 +271,27 @@ def is_tracing_kernel() -> bool:
   return pallas_core._pallas_tracing_env.grid_context is not None
 
 
+def current_trace(trace):
+  """Makes a trace the one that primitives are bound under.
+
+  Up to JAX 0.4.35 that is the trace of their operands:
+  https://github.com/jax-ml/jax/commit/c36e1f7c1a.
+  """
+  if hasattr(core, "set_current_trace"):
+    return core.set_current_trace(trace)
+  return contextlib.nullcontext()
+
+
+def has_graph_conversion() -> bool:
+  """Whether `jax2tf` makes graphs of TensorFlow's operations.
+
+  Up to JAX 0.7.1: https://github.com/jax-ml/jax/commit/fee0dd7727. Only the
+  files tell, as the module needs TensorFlow.
+  """
+  jax2tf = pathlib.Path(jax.__file__).parent / "experimental/jax2tf"
+  return (jax2tf / "impl_no_xla.py").exists()
+
+
 def compute_type(eqn: core.JaxprEqn) -> str | None:
   return getattr(getattr(eqn, "ctx", None), "compute_type", None)
 
@@ -500,6 +523,11 @@ def lowering_platform(arguments: dict[str, Any], jaxpr: core.Jaxpr) -> str:
       except ValueError:  # an abstract mesh has no devices
         continue
       return _platform_of(devices[0])
+  return default_platform()
+
+
+def default_platform() -> str:
+  """The platform that JAX runs on if it is not told another."""
   device = jax.config.jax_default_device
   if device is not None and not isinstance(device, str):
     return _platform_of(device)
