@@ -114,6 +114,7 @@ def table() -> Sequence[Replacement]:
 
 @functools.cache
 def _table() -> Sequence[Replacement]:
+  from jax._src import ad_checkpoint
   from jax._src import checkify
   from jax._src import core
   from jax._src import effects
@@ -123,6 +124,7 @@ def _table() -> Sequence[Replacement]:
   from jax._src.interpreters import partial_eval as pe
   from jax._src.interpreters import pxla
   from jax._src.lax.control_flow import conditionals
+  from jax._src.lax.control_flow import loops
   from jax._src.state import discharge
   from jax_cond_patch import deferral
   from jax_cond_patch import jax2tf
@@ -187,6 +189,23 @@ def _table() -> Sequence[Replacement]:
         rules.platform_index_transpose, index_why)
   replace_rule("checkify.error_checks", checkify.error_checks, rules.checkify,
                why)
+  why_effects = "defers errors of the effects of branches"
+  replace(f"pe.custom_partial_eval_rules[{ad_checkpoint.remat_p}]",
+          Item(pe.custom_partial_eval_rules, ad_checkpoint.remat_p),
+          rules.remat_partial_eval, why_effects)
+  # What `jax.checkpoint` makes with `jax_remat3`. It refuses effects since JAX
+  # 0.11.1: https://github.com/jax-ml/jax/commit/97f0ef2433.
+  traced = getattr(ad_checkpoint, "RematTraced", None)
+  if hasattr(traced, "_check_differentiable"):
+    for name in ("vjp_fwd", "lin"):
+      replace(f"ad_checkpoint.RematTraced.{name}", Attribute(traced, name),
+              rules.remat_method, why_effects)
+  for name in ("fancy_primitive_batchers", "spmd_axis_primitive_batchers",
+               "axis_primitive_batchers"):
+    rules_table = getattr(batching, name, None)
+    if isinstance(rules_table, dict) and loops.while_p in rules_table:
+      replace(f"batching.{name}[while_p]", Item(rules_table, loops.while_p),
+              rules.while_batching, why_effects)
   if cond_p in internals.remat_rules():
     replace_rule("remat.rules", internals.remat_rules(), rules.remat, why)
   if internals.has_strict_to_lojax():
@@ -200,12 +219,20 @@ def _table() -> Sequence[Replacement]:
     replace_rule("core.custom_typechecks", core.custom_typechecks,
                  rules.ignores_platforms, "does not know platforms")
     from jax.experimental import shard_map
-    for name, make in (("_check_rules", rules.ignores_platforms),
-                       ("_rewrite_rules", rules.passes_platforms)):
-      # It has rules for conditionals since JAX 0.4.36.
-      if cond_p in getattr(shard_map, name, ()):
-        replace_rule(f"shard_map.{name}", getattr(shard_map, name), make,
-                     "keeps platforms")
+    # It has rules for conditionals since JAX 0.4.36:
+    # https://github.com/jax-ml/jax/commit/dfabcb027d.
+    if cond_p in shard_map._check_rules:
+      replace_rule("shard_map._check_rules", shard_map._check_rules,
+                   rules.shard_map_check, "knows platforms and deferred errors")
+      replace_rule("shard_map._rewrite_rules", shard_map._rewrite_rules,
+                   rules.shard_map_rewrite, "keeps platforms, defers errors")
+    for primitive in (deferral.deferred_error_p, pinning.pinned_p):
+      add(f"shard_map._check_rules[{primitive}]",
+          Item(shard_map._check_rules, primitive), rules.check_own,
+          "a rule of our own")
+      add(f"shard_map._rewrite_rules[{primitive}]",
+          Item(shard_map._rewrite_rules, primitive),
+          functools.partial(rules.rewrite_own, primitive), "a rule of our own")
 
   if internals.has_graph_conversion():
     for primitive, convert in (

@@ -19,6 +19,7 @@ import weakref
 from jax._src import core
 from jax._src import debugging
 from jax._src import dtypes
+from jax._src import effects as effects_lib
 from jax._src import source_info_util
 from jax._src.interpreters import ad
 
@@ -223,7 +224,7 @@ def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
   except Exception as error:
     if not enabled or len(branches) == 1:
       raise
-    branches = tuple(map(_with_own_effects, branches))
+    branches = tuple(map(with_own_effects, branches))
     errors: list[DeferredError | None] = []
     for branch, names in zip(branches, platforms):
       try:
@@ -231,7 +232,8 @@ def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
       except _Done:
         errors.append(None)
       except Exception as branch_error:
-        errors.append(_deferred(branch_error, names, transformation))
+        errors.append(_deferred(
+            branch_error, names, transformation, _location(branch_error)))
       else:  # it has no conditional to bind
         errors.append(None)
     if all(errors) or not any(errors):
@@ -248,24 +250,63 @@ def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
       raise error
 
 
-def _with_own_effects(branch):
+def with_own_effects(branch):
   """Takes off the effects that JAX has given a branch for those of others."""
   def own(jaxpr):
     of_eqns = {e for eqn in jaxpr.eqns for e in eqn.effects}
     effects = {e for e in jaxpr.effects
                if internals.is_input_effect(e) or e in of_eqns}
+    if effects == set(jaxpr.effects):
+      return jaxpr
     return jaxpr.replace(effects=effects, debug_info=jaxpr.debug_info)
   return internals.map_jaxpr(own, branch)
 
 
+def _refused_effects(jaxpr) -> list:
+  """The effects that rules of JAX refuse to have in what they transform."""
+  return effects_lib.remat_allowed_effects.filter_not_in(jaxpr.effects)
+
+
+def without_effects(branches: Sequence,
+                    platforms: platforms_lib.BranchesPlatforms,
+                    transformation: Transformation, error: Exception
+                    ) -> Sequence:
+  """Replaces the branches whose effects a rule refuses, if not all have them.
+
+  Args:
+    branches: the branches of a conditional.
+    platforms: the platforms of the branches.
+    transformation: what the rule does to a program that they are part of.
+    error: the error that the rule raises.
+
+  Returns:
+    The branches with their own effects, of which some are stand-ins.
+  """
+  own = tuple(map(with_own_effects, branches))
+  refused = [bool(_refused_effects(branch)) for branch in own]
+  if all(refused):
+    return branches
+  return tuple(
+      _stand_in(branch, [False] * len(branch.in_avals), _deferred(
+          error, names, transformation, _location_of_effects(branch)),
+                differentiates=False) if has_refused else branch
+      for branch, names, has_refused in zip(own, platforms, refused))
+
+
+def _location_of_effects(branch) -> str:
+  eqn = next(eqn for eqn in internals.open_jaxpr(branch).eqns
+             if _refused_effects(eqn))
+  return internals.user_location(eqn.source_info)
+
+
 def _deferred(error: Exception, names: tuple[str, ...] | None,
-              transformation: Transformation) -> DeferredError:
+              transformation: Transformation, location: str) -> DeferredError:
   branch = ("default branch" if names is None else
             f"branch for {', '.join(map(repr, names))}")
   return DeferredError(type(error), (
       f"{error}\n\nThis error was deferred by jax_cond_patch. The {branch} of "
       f"platform_dependent raised it under {transformation.name}, at "
-      f"{_location(error)}. It comes now, since the program is lowered for a "
+      f"{location}. It comes now, since the program is lowered for a "
       "platform that runs this branch. See "
       "docs/pages/errors.md#deferred-error."))
 
@@ -313,18 +354,40 @@ def _stand_in(branch, changed: Sequence[bool], error: DeferredError,
   else:
     outvars = [new_var(v.aval) if nz else v
                for v, nz in zip(jaxpr.outvars, nonzero)]
-    deferred = [v for v, nz in zip(outvars, nonzero) if nz]
-    params = dict(deferred=error, out_avals=tuple(v.aval for v in deferred),
-                  effectful=bool(jaxpr.effects))
-    operands = [v for v in jaxpr.invars if not internals.is_ref(v.aval)]
     eqns = [eqn for eqn in jaxpr.eqns
             if not any(map(is_dependent, eqn.outvars)) and not eqn.effects]
-    eqns.append(core.new_jaxpr_eqn(
-        operands, deferred, deferred_error_p, params, _effects(params)))
+    inputs_of = _inputs_by_variable(jaxpr)
+    # Each output on its own, since what one depends on makes all outputs of an
+    # equation unknown, mapped and so on.
+    raising = [(inputs_of[old], [new]) for old, new, nz in zip(
+        jaxpr.outvars, outvars, nonzero) if nz]
+    if jaxpr.effects:
+      raising.append((set(), []))
+    for inputs, deferred in raising:
+      params = dict(deferred=error, out_avals=tuple(v.aval for v in deferred),
+                    effectful=not deferred)
+      operands = [v for v in jaxpr.invars
+                  if v in inputs and not internals.is_ref(v.aval)]
+      eqns.append(core.new_jaxpr_eqn(
+          operands, deferred, deferred_error_p, params, _effects(params)))
   effects = core.join_effects(*(eqn.effects for eqn in eqns))
   return internals.map_jaxpr(lambda j: j.replace(
       eqns=eqns, outvars=outvars, effects=effects, debug_info=j.debug_info),
                              branch)
+
+
+def _inputs_by_variable(jaxpr: core.Jaxpr) -> dict[core.Var, set[core.Var]]:
+  """The inputs that each variable depends on."""
+  inputs: dict[core.Var, set[core.Var]] = {v: {v} for v in jaxpr.invars}
+  by_effects: set[core.Var] = set()  # What is read may have been written.
+  for eqn in jaxpr.eqns:
+    read = set().union(*(inputs.get(x, ()) for x in eqn.invars
+                         if isinstance(x, core.Var)))
+    if eqn.effects:
+      by_effects |= read
+      read |= by_effects
+    inputs.update(dict.fromkeys(eqn.outvars, read))
+  return inputs
 
 
 def _contains(variables: set) -> Callable[[core.Atom], bool]:
@@ -372,12 +435,24 @@ def spares_primals(original: Callable, outputs_at: int) -> Callable:
       return result
     num_transformed = lambda result: sum(
         result[outputs_at][:len(primal.out_avals)])
-    if not num_transformed(result):
+    # Of all these functions, the first list says what of the inputs is.
+    inputs = next(x for x in (*args, *kwargs.values())
+                  if isinstance(x, (list, tuple)))
+    if num_transformed(result) <= _num_dependent(primal, inputs):
       return result
     split = original(_with_primals_of(primal, jaxpr), *args, **kwargs)
     return min(result, split, key=num_transformed)
 
   return sparing
+
+
+def _num_dependent(closed_jaxpr, changed: Sequence[bool]) -> int:
+  """How many outputs depend on a changed input."""
+  jaxpr = internals.open_jaxpr(closed_jaxpr)
+  changed_inputs = {v for v, c in zip(jaxpr.invars, changed) if c}
+  inputs_of = _inputs_by_variable(jaxpr)
+  return sum(not changed_inputs.isdisjoint(inputs_of.get(x, ()))
+             for x in jaxpr.outvars if isinstance(x, core.Var))
 
 
 def _with_primals_of(primal, jvp):

@@ -249,7 +249,7 @@ class _Resolver:
         eqn.primitive.name in TRANSPARENT_PRIMITIVES):
       platforms = self.platforms_of(eqn)
       operands = {id(j): xs for j, xs in constants.operands(eqn)}
-      mapped = _map_jaxprs(eqn, lambda j: _resolve(
+      mapped = map_jaxprs(eqn, lambda j: _resolve(
           j, platforms, self.scope,
           self.known(eqn, j, operands.get(id(j)), platforms)))
       self.changed = self.changed or mapped is not eqn
@@ -339,7 +339,8 @@ class _Resolver:
       self.emit(eqn.replace(
           invars=eqn.invars[1:], primitive=platform_case_p,
           params=dict(branches=tuple(branches), platforms=reachable.owned),
-          effects=_kept_effects(eqn.effects, eqn.params["branches"], branches)))
+          effects=changed_effects(
+              eqn.effects, eqn.params["branches"], branches)))
     return {}
 
   def constant_conditional(self, eqn: core.JaxprEqn, taken: tuple[int, ...]
@@ -383,7 +384,7 @@ class _Resolver:
     params = {**eqn.params, "branches": kept, internals.PLATFORMS: owned}
     self.emit(eqn.replace(
         invars=[index, *eqn.invars[1:]], params=params,
-        effects=_kept_effects(eqn.effects, eqn.params["branches"], kept)))
+        effects=changed_effects(eqn.effects, eqn.params["branches"], kept)))
 
   def kernel(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
     """Resolves a kernel for each of the platforms that it is lowered for."""
@@ -462,7 +463,7 @@ def _resolve_kernel(eqn: core.JaxprEqn, platform: str) -> core.JaxprEqn:
   def resolve_jaxpr(jaxpr):
     return _resolve(jaxpr, (kernel_platform,), Scope.KERNEL)
 
-  eqn = _map_jaxprs(eqn, resolve_jaxpr)
+  eqn = map_jaxprs(eqn, resolve_jaxpr)
   if any(map(resolve_jaxpr, internals.index_maps(eqn))):
     eqn = internals.replace_index_maps(eqn, lambda j: resolve_jaxpr(j) or j)
   for jaxpr in _jaxprs_of_kernel(eqn):
@@ -495,34 +496,50 @@ def _without_newly_dead(eqns: Sequence[core.JaxprEqn],
   return alive[::-1]
 
 
-def _map_jaxprs(eqn: core.JaxprEqn, fun) -> core.JaxprEqn:
+def map_jaxprs(eqn: core.JaxprEqn, fun) -> core.JaxprEqn:
   """Replaces the jaxprs of an equation for which `fun` returns another one."""
   old, new = [], []
 
+  def recorded(jaxpr):
+    result = fun(jaxpr)
+    old.append(jaxpr)
+    new.append(jaxpr if result is None else result)
+    return new[-1]
+
+  params = map_params(eqn.params, recorded)
+  if params is eqn.params:
+    return eqn
+  return eqn.replace(params=params,
+                     effects=changed_effects(eqn.effects, old, new))
+
+
+def map_params(params: dict[str, Any], fun) -> dict[str, Any]:
+  """Applies a function to the jaxprs in the params of an equation.
+
+  Args:
+    params: the params.
+    fun: the function.
+
+  Returns:
+    The new params; `params` itself if `fun` returned each jaxpr that it got.
+  """
   def mapped(param):
     if isinstance(param, (tuple, list)):
       values = [mapped(x) for x in param]
-      if all(a is b for a, b in zip(values, param)):
+      if all(map(operator.is_, values, param)):
         return param
       make = getattr(type(param), "_make", type(param))
       return make(values)
-    if not internals.is_jaxpr(param):
-      return param
-    result = fun(param)
-    old.append(param)
-    new.append(param if result is None else result)
-    return new[-1]
+    return fun(param) if internals.is_jaxpr(param) else param
 
-  params = {name: mapped(param) for name, param in eqn.params.items()}
-  if all(a is b for a, b in zip(old, new)):
-    return eqn
-  return eqn.replace(params=params,
-                     effects=_kept_effects(eqn.effects, old, new))
+  new = {name: mapped(param) for name, param in params.items()}
+  return params if all(new[k] is v for k, v in params.items()) else new
 
 
-def _kept_effects(effects, old: Sequence, new: Sequence):
+def changed_effects(effects, old: Sequence, new: Sequence):
   """The effects of an equation once its jaxprs have changed."""
-  dropped = {e for jaxpr in old for e in jaxpr.effects}
-  dropped -= {e for jaxpr in new for e in jaxpr.effects}
-  return {e for e in effects
-          if internals.is_input_effect(e) or e not in dropped}
+  before = {e for jaxpr in old for e in jaxpr.effects}
+  after = {e for jaxpr in new for e in jaxpr.effects}
+  return {e for e in effects if internals.is_input_effect(e) or
+          e not in before - after} | {
+              e for e in after - before if not internals.is_input_effect(e)}

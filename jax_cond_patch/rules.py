@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import functools
 import inspect
+import operator
 import types
 from typing import Any
 
@@ -30,6 +31,7 @@ from jax_cond_patch import constants
 from jax_cond_patch import deferral
 from jax_cond_patch import pinning
 from jax_cond_patch import platforms as platforms_lib
+from jax_cond_patch import resolution
 from jax_cond_patch.compat import internals
 
 cond_p = internals.cond_p
@@ -451,6 +453,120 @@ _TRANSPOSITION = deferral.Transformation(
     "transposition (of reverse-mode differentiation)")
 fancy_transpose = functools.partial(
     carries_platforms, transformation=_TRANSPOSITION)
+
+
+shard_map_rewrite = functools.partial(
+    carries_platforms,
+    transformation=deferral.Transformation("shard_map with check_rep=True"))
+
+
+def shard_map_check(rule: Callable) -> Callable:
+  """For the rule that says over which axes of a mesh outputs are replicated.
+
+  It wants the same of all branches, but a deferred error has no value.
+  """
+  def check_rule(mesh, *in_rep, branches, platforms=None):
+    if platforms is None:
+      return rule(mesh, *in_rep, branches=branches)
+    by_branch = [rule(mesh, *in_rep, branches=(branch,)) for branch in branches]
+    by_output = [[rep for rep in reps if rep is not None] or [None]
+                 for reps in zip(*by_branch)]
+    if any(rep != reps[0] for reps in by_output for rep in reps):
+      return rule(mesh, *in_rep, branches=branches)  # which raises
+    return [reps[0] for reps in by_output]
+
+  return check_rule
+
+
+def check_own(mesh, *in_rep, out_avals=(), **params):
+  """The rule for checks of the primitives of our own: nothing is known."""
+  del mesh, in_rep, params
+  return [None] * len(out_avals)
+
+
+def rewrite_own(primitive: core.Primitive, mesh, in_rep, *args, **params):
+  """The rule for rewrites of the primitives of our own, which does nothing."""
+  del in_rep
+  outs = primitive.bind(*args, **params)
+  return outs, [set(mesh.axis_names)] * len(outs)
+
+
+def passes_effects(rule: Callable, transformation: deferral.Transformation
+                   ) -> Callable:
+  """For rules of other primitives, that refuse the effects of their jaxprs."""
+  if isinstance(rule, functools.partial):
+    # See `batching`.
+    return functools.partial(
+        passes_effects(rule.func, transformation), *rule.args)
+
+  def passing_rule(*args, **params):
+    try:
+      return rule(*args, **params)
+    except Exception as error:
+      passable = (_without_effects(params, transformation, error)
+                  if deferral.enabled else params)
+      if passable is params:
+        raise
+      try:
+        return rule(*args, **passable)
+      except Exception:
+        raise error
+
+  return passing_rule
+
+
+def _without_effects(params, transformation: deferral.Transformation,
+                     error: Exception):
+  """Defers the error of the effects of branches in the jaxprs of an equation.
+
+  Args:
+    params: the params of the equation.
+    transformation: what the rule does that refuses these effects.
+    error: the error that it raises.
+
+  Returns:
+    Params in whose jaxprs the effects are left that all branches have, or
+    `params` if these are all.
+  """
+  def passable(jaxpr):
+    old = internals.open_jaxpr(jaxpr).eqns
+    eqns = list(map(new_eqn, old))
+    if all(map(operator.is_, eqns, old)):
+      return jaxpr
+    return deferral.with_own_effects(internals.map_jaxpr(
+        lambda j: j.replace(eqns=eqns, debug_info=j.debug_info), jaxpr))
+
+  def new_eqn(eqn):
+    eqn = resolution.map_jaxprs(eqn, passable)
+    if not resolution.is_platform_conditional(eqn):
+      return eqn
+    old = eqn.params["branches"]
+    new = deferral.without_effects(
+        old, eqn.params[internals.PLATFORMS], transformation, error)
+    return eqn if all(map(operator.is_, old, new)) else eqn.replace(
+        params={**eqn.params, "branches": new},
+        effects=resolution.changed_effects(eqn.effects, old, new))
+
+  return resolution.map_params(params, passable)
+
+
+remat_partial_eval = functools.partial(
+    passes_effects, transformation=deferral.Transformation(
+        "rematerialization (jax.checkpoint)"))
+
+
+def remat_method(method: Callable) -> Callable:
+  """For the methods of `RematTraced`, whose params are its own."""
+  def rule(remat, *args, **params):
+    return method(type(remat)(**params), *args)
+
+  passing_rule = remat_partial_eval(rule)
+  return lambda remat, *args: passing_rule(remat, *args, **remat.params)
+
+
+while_batching = functools.partial(
+    passes_effects, transformation=deferral.Transformation(
+        "batching (vmap) of a while loop"))
 
 
 def passes_platforms(rule: Callable) -> Callable:

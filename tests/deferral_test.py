@@ -1,6 +1,9 @@
 """Tests that an unreachable branch cannot break a transformation."""
+import collections
 import functools
 import gc
+import inspect
+import re
 import weakref
 
 from absl.testing import absltest
@@ -11,6 +14,7 @@ from jax._src import checkify as checkify_lib
 from jax._src import config
 from jax._src import core
 from jax._src import test_util as jtu
+from jax._src.interpreters import ad as ad_internals
 from jax._src.state import discharge
 from jax._src.state import types as state_types
 from jax.experimental import checkify
@@ -42,16 +46,29 @@ def doubling_primitive(name: str) -> core.Primitive:
   return primitive
 
 
-no_rules = doubling_primitive("no_rules").bind
+no_rules_p = doubling_primitive("no_rules")
+
+
+def no_rules(x):
+  return no_rules_p.bind(x)
+
 
 no_jvp_p = doubling_primitive("no_jvp")
 batching.defvectorized(no_jvp_p)
-no_jvp = no_jvp_p.bind
+
+
+def no_jvp(x):
+  return no_jvp_p.bind(x)
+
 
 no_transpose_p = doubling_primitive("no_transpose")
 batching.defvectorized(no_transpose_p)
 ad.defjvp(no_transpose_p, lambda t, x: no_transpose_p.bind(t))
-no_transpose = no_transpose_p.bind
+
+
+def no_transpose(x):
+  return no_transpose_p.bind(x)
+
 
 no_batching_p = doubling_primitive("no_batching")
 ad.deflinear2(no_batching_p, lambda ct, x: [2 * ct])
@@ -94,11 +111,15 @@ def fused(x):
 
 
 @jax.custom_vjp
-def no_forward_mode(x):
+def _double(x):
   return x * 2
 
 
-no_forward_mode.defvjp(lambda x: (x * 2, None), lambda _, ct: (ct * 2,))
+_double.defvjp(lambda x: (x * 2, None), lambda _, ct: (ct * 2,))
+
+
+def no_forward_mode(x):
+  return _double(x)
 
 
 def while_loop(x):
@@ -106,9 +127,33 @@ def while_loop(x):
                         (0, x))[1]
 
 
+def doubling(x):
+  return x * 2
+
+
 BRANCHES = dict(no_rules=no_rules, no_jvp=no_jvp, no_transpose=no_transpose,
                 no_batching=no_batching, fused=fused, while_loop=while_loop,
                 no_forward_mode=no_forward_mode)
+
+
+# These raise alone and not in `platform_dependent`, and are right: the output
+# of a kernel is told from its tangent, and what does not depend on a derivative
+# that can't be computed has a derivative.
+BETTER_THAN_ALONE = {
+    ("fused", "jacfwd"), ("no_transpose", "hessian"),
+    ("no_transpose", "vmap_hessian")}
+if internals.cond_p not in getattr(ad_internals, "primitive_linearizations",
+                                   ()):
+  # A rule that linearizes a branch by itself refuses what JAX makes of a kernel
+  # at the end.
+  BETTER_THAN_ALONE |= {("fused", "linearize"), ("fused", "linearize_jit")}
+
+TRANSFORMATIONS = frozenset([
+    "forward-mode differentiation (jvp)",
+    "linearization (of reverse-mode differentiation)",
+    "transposition (of reverse-mode differentiation)",
+    "partial evaluation (of reverse-mode differentiation)",
+    "batching (vmap)"])
 
 
 def kernel(x):
@@ -128,6 +173,15 @@ def io(x):
   return x * 2
 
 
+def scan_of_io(x):
+  return lax.scan(lambda c, _: (io(c), None), x, None, length=2)[0]
+
+
+def independent_io(x):
+  io(lax.stop_gradient(x))
+  return x * 2
+
+
 def reachable(x):
   return jnp.sin(x) * 3
 
@@ -135,6 +189,18 @@ def reachable(x):
 def elsewhere(branch):
   """A function with `branch` for another platform."""
   return lambda x: lax.platform_dependent(x, tpu=branch, default=reachable)
+
+
+def sharded(f, check):
+  """A function in a `shard_map`."""
+  shard_map = getattr(jax, "shard_map", None)
+  name = "check_vma"
+  if shard_map is None:
+    from jax.experimental.shard_map import shard_map
+    name = "check_rep"
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+  spec = jax.sharding.PartitionSpec("i")
+  return shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, **{name: check})
 
 
 def all_transformations(f):
@@ -185,12 +251,44 @@ class DeferralTest(tu.JcpTestCase):
         else:
           tu.lower(f, X, platforms=("tpu",))
           continue
-        if name == "fused" and t in ("linearize", "linearize_jit", "jacfwd"):
-          # Better than alone, since its output is told from the tangent.
+        if (name, t) in BETTER_THAN_ALONE:
+          self.assertRunsAs(f, dict(
+              cpu=TRANSFORMED_DIRECTLY[t],
+              tpu=all_transformations(doubling)[t]), X, rtol=1e-5)
           continue
         for platforms in (("tpu",), ("cpu", "tpu")):
-          with self.assertRaises((type(expected), NotImplementedError)):
+          with self.assertRaises(Exception) as caught:
             tu.lower(f, X, platforms=platforms)
+          text = str(caught.exception)
+          if name == "no_forward_mode" and text == str(expected):
+            # JAX itself raises this when it is lowered.
+            continue
+          self.assertIsDeferred(caught.exception, branch)
+          if text.startswith("Transpose rule (for reverse-mode "
+                             "differentiation) for 'fused' not implemented"):
+            # Alone, linearization fails at its end.
+            self.assertIn("Linearization failed", str(expected))
+          elif name == "no_rules" and t.startswith("vmap_"):
+            # It has neither rule; the other one is missed first.
+            self.assertStartsWith(
+                text, "Batching rule for 'no_rules' not implemented")
+          else:
+            self.assertIs(type(caught.exception), type(expected))
+            self.assertStartsWith(text, str(expected))
+
+  def assertStartsWith(self, text, prefix):
+    self.assertEqual(text[:len(prefix)], prefix)
+
+  def assertIsDeferred(self, error, branch):
+    """The error says that it was deferred, what raised it, and where."""
+    match = re.search(
+        r"\n\nThis error was deferred by jax_cond_patch. The branch for 'tpu' "
+        r"of platform_dependent raised it under ([^,]*), at [^ ]*"
+        r"deferral_test.py:(\d+)", str(error))
+    self.assertIsNotNone(match, str(error))
+    self.assertIn(match[1], TRANSFORMATIONS)
+    lines, start = inspect.getsourcelines(branch)
+    self.assertIn(int(match[2]), range(start, start + len(lines)))
 
   @parameterized.parameters(
       ("grad", no_jvp, NotImplementedError, "no_jvp", "differentiation"),
@@ -219,7 +317,7 @@ class DeferralTest(tu.JcpTestCase):
   def test_line_of_the_operation(self):
     def branch(x):
       x = x + 1
-      return no_jvp(x)  # here
+      return no_jvp_p.bind(x)  # here
     with open(__file__) as file:
       line = 1 + next(i for i, line in enumerate(file)
                       if line.endswith("# here\n"))
@@ -324,25 +422,40 @@ class DeferralTest(tu.JcpTestCase):
       tu.lower(h, X, platforms=("tpu",))
 
   def test_shard_map(self):
-    shard_map = getattr(jax, "shard_map", None)
-    check = dict(check_vma=False)
-    if shard_map is None:
-      from jax.experimental.shard_map import shard_map
-      check = dict(check_rep=False)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
-    spec = jax.sharding.PartitionSpec("i")
-    sharded = lambda f: shard_map(
-        f, mesh=mesh, in_specs=spec, out_specs=spec, **check)
     for branch in BRANCHES.values():
       f = elsewhere(branch)
       self.assertAllClose(
-          jax.jit(jax.grad(lambda x: sharded(f)(x).sum()))(X), 3 * np.cos(X),
-          rtol=1e-5)
+          jax.jit(jax.grad(lambda x: sharded(f, check=False)(x).sum()))(X),
+          3 * np.cos(X), rtol=1e-5)
       self.assertAllClose(
-          jax.jit(sharded(jax.vmap(jax.grad(f))))(X), 3 * np.cos(X), rtol=1e-5)
+          jax.jit(sharded(jax.vmap(jax.grad(f)), check=False))(X),
+          3 * np.cos(X), rtol=1e-5)
       self.assertAllClose(
-          jax.jit(jax.vmap(sharded(f)))(X[None]), 3 * np.sin(X)[None],
-          rtol=1e-5)
+          jax.jit(jax.vmap(sharded(f, check=False)))(X[None]),
+          3 * np.sin(X)[None], rtol=1e-5)
+
+  @tu.requires("checked_shard_map")
+  def test_checked_shard_map(self):
+    """Its own check fails on a branch, too, from JAX 0.4.36 to 0.5.3."""
+    for name, branch in BRANCHES.items():
+      f = sharded(elsewhere(branch), check=True)
+      self.assertAllClose(jax.jit(f)(X), reachable(X), rtol=1e-5)
+      self.assertAllClose(jax.jit(jax.grad(lambda x: f(x).sum()))(X),
+                          3 * np.cos(X), rtol=1e-5)
+      self.assertAllClose(jax.jit(jax.vmap(f))(X[None]), reachable(X)[None],
+                          rtol=1e-5)
+      try:
+        tu.lower(sharded(branch, check=True), X, platforms=("tpu",))
+      except NotImplementedError as error:
+        expected = str(error)
+        with self.assertRaises(NotImplementedError) as caught:
+          tu.lower(f, X, platforms=("tpu",))
+        self.assertStartsWith(str(caught.exception), expected)
+        for words in ("shard_map with check_rep=True", "branch for 'tpu'",
+                      "deferral_test.py:"):
+          self.assertIn(words, str(caught.exception))
+      else:
+        tu.lower(f, X, platforms=("tpu",))
 
   def test_io_effect(self):
     f = jax.vmap(elsewhere(io))
@@ -350,6 +463,44 @@ class DeferralTest(tu.JcpTestCase):
     with self.assertRaisesRegex(
         NotImplementedError, "IO effect not supported in vmap-of-cond"):
       tu.lower(f, X, platforms=("tpu",))
+
+  @parameterized.parameters(
+      ("remat", "rematerialization (jax.checkpoint)"),
+      ("remat_scan", "rematerialization (jax.checkpoint)"),
+      ("remat_jit", "rematerialization (jax.checkpoint)"),
+      ("vmap_while", "batching (vmap) of a while loop"))
+  def test_effect_of_a_whole_program(self, name, transformation):
+    """What refuses it is not the rule of the conditional."""
+    def transformed(f):
+      vmap_while = jax.vmap(lambda x: lax.while_loop(
+          lambda c: c[0] < 2, lambda c: (c[0] + 1, f(c[1])), (x, x))[1])
+      return dict(all_transformations(f), vmap_while=vmap_while)[name]
+
+    # Its derivative is refused before, unless it does not depend on the effect.
+    for branch in (io, scan_of_io, independent_io):
+      for f in (elsewhere(branch), elsewhere(elsewhere(branch)),
+                lambda x: lax.platform_dependent(
+                    x, tpu=doubling, default=elsewhere(branch))):
+        f = transformed(f)
+        self.assertAllClose(jax.jit(f)(X), transformed(reachable)(X), rtol=1e-5)
+    f = transformed(elsewhere(independent_io))
+    with self.assertRaises(Exception) as caught:
+      tu.lower(f, X, platforms=("tpu",))
+    with self.assertRaises(Exception) as expected:
+      tu.lower(transformed(independent_io), X, platforms=("tpu",))
+    self.assertIs(type(caught.exception), type(expected.exception))
+    self.assertStartsWith(str(caught.exception), str(expected.exception))
+    for words in ("deferred", "branch for 'tpu'", transformation,
+                  "deferral_test.py:"):
+      self.assertIn(words, str(caught.exception))
+
+    # If every branch has it, the error comes at once.
+    f = transformed(lambda x: lax.platform_dependent(
+        x, tpu=independent_io, default=lambda x: independent_io(x) + 1))
+    with self.assertRaises(Exception) as caught:
+      jax.make_jaxpr(f)(X)
+    self.assertIn("ffect", str(caught.exception))
+    self.assertNotIn("deferred", str(caught.exception))
 
   def test_error_of_an_effect_is_not_lost(self):
     """An unused branch with an effect is kept, and so is its error."""
@@ -485,23 +636,41 @@ class DeferralTest(tu.JcpTestCase):
     self.assertIn("stablehlo.cosine", texts[0])
     self.assertMultiLineEqual(*texts)
 
-  def test_rules_run_as_often_as_without(self):
-    """If no branch fails, no rule is run again."""
-    calls = []
-    counted_p = doubling_primitive("counted")
-    def rule(primals, tangents):
-      calls.append(1)
-      return counted_p.bind(*primals), tangents[0] * 2
-    ad.primitive_jvps[counted_p] = rule
-    f = lambda x: jax.jvp(elsewhere(counted_p.bind), (x,), (x,))
-    counts = []
-    for defer in (True, False):
-      jax_cond_patch.activate(defer=defer)
-      calls.clear()
-      jax.make_jaxpr(f)(X)
-      counts.append(len(calls))
-    jax_cond_patch.activate(defer=True)
-    self.assertEqual(*counts)
+  def test_costs_nothing_if_no_branch_fails(self):
+    """No rule is run again, nothing traced again, and the jaxpr is the same."""
+    calls = collections.Counter()
+
+    def counted(name, rule):
+      def counted_rule(*args, **params):
+        calls[name] += 1
+        return rule(*args, **params)
+      return counted_rule
+
+    counted_p = core.Primitive("counted")
+    counted_p.def_abstract_eval(counted("abstract_eval", lambda x: x))
+    ad.primitive_jvps[counted_p] = counted(
+        "jvp", lambda xs, ts: (counted_p.bind(*xs), counted_p.bind(*ts)))
+    ad.primitive_transposes[counted_p] = counted(
+        "transpose", lambda ct, x: [counted_p.bind(ct)])
+    batching.primitive_batchers[counted_p] = counted(
+        "batching", lambda xs, dims: (counted_p.bind(*xs), dims[0]))
+
+    def branch(x):
+      calls["trace"] += 1
+      return jnp.sin(counted_p.bind(x))
+
+    self.addCleanup(jax_cond_patch.activate, defer=True)
+    for t in TRANSFORMED_DIRECTLY:
+      with self.subTest(t):
+        found = []
+        for defer in (True, False):
+          jax_cond_patch.activate(defer=defer)
+          jax.clear_caches()
+          calls.clear()
+          f = all_transformations(elsewhere(lambda x: branch(x)))[t]
+          found.append((str(jax.make_jaxpr(f)(X)), dict(calls)))
+        self.assertEqual(*found)
+        self.assertGreater(calls["trace"], 0)
 
 
 class SwitchTest(tu.JcpTestCase):

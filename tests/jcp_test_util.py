@@ -16,6 +16,7 @@ import unittest
 import jax
 from jax._src import core
 from jax._src import test_util as jtu
+from jax._src.interpreters import batching as batching_internals
 from jax._src.interpreters import mlir as mlir_internals
 # Its import defines flags, and JAX's test cases refuse that within a test.
 import jax.experimental.pallas.tpu  # noqa: F401
@@ -53,6 +54,9 @@ _FEATURES = dict(
     compute_on=(
         hasattr(mlir_internals, "_platforms_for_eqn_ctx"),
         "compute_on changes no platform up to JAX 0.4.30."),
+    checked_shard_map=(
+        hasattr(batching_internals, "fancy_primitive_batchers"),
+        "Up to JAX 0.4.35 shard_map checks no conditional of any kind."),
     set_xla_metadata=(
         _has_module("jax.experimental.xla_metadata"),
         "There is no set_xla_metadata up to JAX 0.4.31."),

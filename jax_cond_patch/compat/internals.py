@@ -121,7 +121,10 @@ def map_jaxpr(fun: Callable, jaxpr):
   """
   if isinstance(jaxpr, core.Jaxpr):
     return fun(jaxpr)
-  return core.ClosedJaxpr(fun(jaxpr.jaxpr), jaxpr.consts)
+  mapped = fun(jaxpr.jaxpr)
+  if mapped is jaxpr.jaxpr:
+    return jaxpr
+  return core.ClosedJaxpr(mapped, jaxpr.consts)
 
 
 def is_jaxpr(x) -> bool:
