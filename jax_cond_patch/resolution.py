@@ -19,6 +19,7 @@ import operator
 from typing import Any, NamedTuple
 
 from jax._src import core
+from jax._src import sharding_impls
 from jax._src.interpreters import partial_eval as pe
 import numpy as np
 
@@ -252,8 +253,10 @@ class _Resolver:
       mapped = map_jaxprs(eqn, lambda j: _resolve(
           j, platforms, self.scope,
           self.known(eqn, j, operands.get(id(j)), platforms)))
-      self.changed = self.changed or mapped is not eqn
-      eqn = mapped
+      if mapped is not eqn:
+        self.changed = True
+        self.emit(mapped)
+        return _forwarded(mapped)
     self.emit(eqn)
     return {}
 
@@ -408,6 +411,23 @@ class _Resolver:
     message = no_branch(branches_platforms, missing, eqn.source_info)
     self.emit(deferral.deferred_error_eqn(
         eqn, deferral.DeferredError(NotImplementedError, message)))
+
+
+def _forwarded(eqn: core.JaxprEqn) -> dict[core.Var, core.Atom]:
+  """The outputs of a jitted function that are inputs of it.
+
+  JAX has found them when it traced the function, as it does, but for those that
+  a branch returns.
+  """
+  if eqn.primitive.name not in ("jit", "pjit"):
+    return {}
+  jaxpr, params = internals.open_jaxpr(eqn.params["jaxpr"]), eqn.params
+  operands = dict(zip(jaxpr.invars, eqn.invars))
+  layouts = params.get("out_layouts") or [None] * len(eqn.outvars)
+  return {v: operands[x] for v, x, sharding, layout in zip(
+      eqn.outvars, jaxpr.outvars, params["out_shardings"], layouts)
+          if isinstance(x, core.Var) and x in operands and layout is None and
+          isinstance(sharding, sharding_impls.UnspecifiedValue)}
 
 
 def no_branch(branches_platforms, missing: Sequence[str], source_info) -> str:

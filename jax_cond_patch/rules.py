@@ -25,6 +25,7 @@ from jax._src import core
 from jax._src.interpreters import ad
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import conditionals
+import numpy as np
 
 from jax_cond_patch import activation
 from jax_cond_patch import constants
@@ -595,6 +596,9 @@ def transpose(rule: Callable) -> Callable:
 
   In a jaxpr with effects `ad.backward_pass` does not evaluate what depends on
   no cotangent, and so the index is undefined where it is made again.
+
+  JAX's rule computes with the cotangents that are zero, which a branch that is
+  called does not do. What they are of is dropped before.
   """
   carrying_rule = carries_platforms(rule, _TRANSPOSITION)
 
@@ -603,13 +607,45 @@ def transpose(rule: Callable) -> Callable:
   position = 2 if internals.takes(rule, "reduce_axes") else 1
 
   def transpose_rule(*args, **params):
-    *leading, index = args[:position + 1]
     platforms = params.get(internals.PLATFORMS)
-    if platforms is not None and ad.is_undefined_primal(index):
+    if platforms is None:
+      return rule(*args, **params)
+    *reduce_axes, cts, index = args[:position + 1]
+    operands = args[position + 1:]
+    if ad.is_undefined_primal(index):
       index = internals.bind_platform_index(platforms)
-    return carrying_rule(*leading, index, *args[position + 1:], **params)
+    nonzero = [type(ct) is not ad.Zero for ct in cts]
+    is_used, params = _drop_outputs(nonzero, params)
+    outs = iter(carrying_rule(
+        *reduce_axes, [ct for ct, nz in zip(cts, nonzero) if nz], index,
+        *(x for x, used in zip(operands, is_used) if used), **params))
+    return [next(outs) if used else None for used in (True, *is_used)]
 
   return transpose_rule
+
+
+def _drop_outputs(kept: list[bool], params: dict[str, Any]
+                  ) -> tuple[list[bool], dict[str, Any]]:
+  """Drops outputs of a conditional, and what they alone are computed from.
+
+  Args:
+    kept: for each output, whether it is kept.
+    params: the params of the conditional.
+
+  Returns:
+    For each operand, whether it is kept; and the params.
+  """
+  branch, *_ = branches = params["branches"]
+  if all(kept):
+    return [True] * len(branch.in_avals), params
+  new_var = core.gensym()
+  invars = [new_var(core.ShapedArray((), np.int32)),
+            *map(new_var, branch.in_avals)]
+  eqn = core.new_jaxpr_eqn(
+      invars, list(map(new_var, branch.out_avals)), cond_p, params,
+      core.join_effects(*(branch.effects for branch in branches)))
+  (_, *is_used), eqn = pe.dce_rules[cond_p](kept, eqn)
+  return is_used, eqn.params
 
 
 @takes_known_branch(lambda *args: args[-2][0])

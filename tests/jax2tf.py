@@ -90,7 +90,7 @@ class Jax2TfTest(tu.JcpTestCase):
       y = converted(x)
     self.assertAllClose(tape.gradient(y, x).numpy(), grad(direct)(X), rtol=1e-5)
 
-  @parameterized.parameters(*MODES)
+  @parameterized.product(mode=list(MODES))
   def test_saved(self, mode):
     module = tf.Module()
     module.f = tf.function(
@@ -101,7 +101,7 @@ class Jax2TfTest(tu.JcpTestCase):
     self.assertAllClose(
         tf.saved_model.load(path).f(X).numpy(), on_cpu(X), rtol=1e-5)
 
-  @parameterized.parameters(*MODES)
+  @parameterized.product(mode=list(MODES))
   def test_ordinary_conditional(self, mode):
     f = lambda x: lax.switch(
         x[0].astype(int), [jnp.sin, jnp.cos, jnp.tan], x)
@@ -109,7 +109,7 @@ class Jax2TfTest(tu.JcpTestCase):
     self.assertAllClose(convert(f, mode)(X + 1).numpy(), np.cos(X + 1),
                         rtol=1e-5)
 
-  @parameterized.parameters(*MODES)
+  @parameterized.product(mode=list(MODES))
   def test_no_branch(self, mode):
     f = lambda x: lax.platform_dependent(x, cuda=jnp.sin, tpu=jnp.cos)
     for f in (f, jax.jit(f), twice(f)):
@@ -117,7 +117,7 @@ class Jax2TfTest(tu.JcpTestCase):
           NotImplementedError, r"no branch for 'cpu'.*tests/jax2tf\.py"):
         convert(f, mode)(X)
 
-  @parameterized.parameters(*MODES_FOR_HERE)
+  @parameterized.product(mode=MODES_FOR_HERE)
   def test_error_that_was_deferred(self, mode):
     """It does not come from what is not reached, and else as it was."""
     def without_jvp(x):
@@ -131,7 +131,7 @@ class Jax2TfTest(tu.JcpTestCase):
     with self.assertRaisesRegex(ValueError, "Reverse-mode differentiation"):
       convert(f, mode)(X)
 
-  @parameterized.parameters(*MODES_FOR_HERE)
+  @parameterized.product(mode=MODES_FOR_HERE)
   def test_pinned(self, mode):
     self.addCleanup(jax_cond_patch.pin, None)
     jax_cond_patch.pin("cpu")
