@@ -5,6 +5,7 @@ must compute the same and, but for the exceptions listed here, be lowered to the
 same operations.
 """
 import collections
+import contextlib
 import functools
 import importlib
 import inspect
@@ -19,6 +20,7 @@ from jax._src import compute_on as compute_on_lib
 from jax._src import config
 from jax._src import core
 from jax._src import test_util as jtu
+from jax._src.interpreters import ad
 from jax._src.interpreters import partial_eval as pe
 from jax._src.pallas.fuser import fusible_dtype
 from jax._src.state.discharge import run_state
@@ -30,6 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
+import jax_cond_patch
 from jax_cond_patch.compat import internals
 import jcp_test_util as tu
 
@@ -182,6 +185,19 @@ def rebound(f, bind):
 
 def bind_with_params(eqn, args):
   return eqn.primitive.bind(*args, **eqn.params)
+
+
+cond_p = internals.cond_p
+
+
+def jvp_rule(primals, tangents, *, branches):
+  """A rule of another library, which knows no param but `branches`."""
+  index, *primals = primals
+  _, *tangents = map(ad.instantiate_zeros, tangents)
+  branches = tuple(ad.jvp_jaxpr(
+      branch, [True] * len(primals), True)[0] for branch in branches)
+  outs = cond_p.bind(index, *primals, *tangents, branches=branches)
+  return outs[:len(outs) // 2], outs[len(outs) // 2:]
 
 
 def without_second(f):
@@ -421,6 +437,33 @@ class OtherInterpretersTest(tu.JcpTestCase):
     text = tu.lower(f, X, platforms=("tpu",))
     self.assertNotIn("stablehlo.case", text)
     self.assertNotIn("stablehlo.sine", text)
+
+  @parameterized.parameters("before", "after")
+  def test_strict_rule_registered(self, when):
+    """One that JAX has when it is patched is called without the platforms.
+
+    In the native era JAX itself calls a rule with its own param.
+    """
+    jvp = lambda f: lambda x: jax.jvp(jax.jit(lambda x: f(x)), (x,), (x,))[1]
+    registering = (jax_cond_patch.deactivated if when == "before" else
+                   contextlib.nullcontext)
+    with registering():
+      original = ad.primitive_jvps[cond_p]
+      ad.primitive_jvps[cond_p] = jvp_rule
+      try:
+        with jax_cond_patch.activated():
+          self.assertAllClose(
+              jvp(lambda x: lax.cond(x[0] > 0, elsewhere, on_tpu, x))(X),
+              jvp(elsewhere)(X), rtol=1e-5)
+          if when == "before" and not internals.native:
+            self.assertAllClose(jvp(choose)(X), jvp(elsewhere)(X), rtol=1e-5)
+            text = tu.lower(jvp(choose), X, platforms=("tpu",))
+            self.assertNotIn("stablehlo.case", text)
+          else:
+            with self.assertRaisesRegex(TypeError, f"'{tu.PLATFORMS}'"):
+              jvp(choose)(X)
+      finally:
+        ad.primitive_jvps[cond_p] = original
 
   def test_printed(self):
     jaxpr = jax.make_jaxpr(jax.jit(choose))(X)
