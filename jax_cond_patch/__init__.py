@@ -21,7 +21,9 @@ from jax_cond_patch.errors import (
     UntestedJaxVersionWarning as UntestedJaxVersionWarning)
 from jax_cond_patch.explain import Explanation as Explanation
 from jax_cond_patch.explain import explain as explain
+from jax_cond_patch.runner import is_launching as _is_launching
 
 __version__ = "0.1.0"
 
-_activate_on_import()
+if not _is_launching():
+  _activate_on_import()

@@ -26,6 +26,10 @@ def _status(args: argparse.Namespace) -> int:
           ("era", status.era or "unknown"),
           ("active", f"{'yes' if status.active else 'no'}: {status.reason}"),
           ("defers errors", "yes" if status.defers else "no"),
+          ("pin", ", ".join(status.pin) if status.pin else "none"),
+          ("switches", " ".join(f"{name}={os.environ[name]}" for name in
+                                activation.SWITCHES if name in os.environ) or
+           "none"),
           ("replaced", f"{len(status.replaced)} in JAX")]
   for name, value in rows:
     print(f"{name:<15} {value}")

@@ -528,9 +528,11 @@ def _valid_pin(platforms: Sequence[str]) -> tuple[str, ...]:
   if not names or not all(isinstance(n, str) and n.strip() for n in names):
     raise ValueError(
         "jax_cond_patch is pinned to the names of platforms, as in "
-        f"('cpu', 'cuda'), and got {platforms!r}.")
+        f"('cpu', 'cuda'), and got {platforms!r}. See "
+        "docs/pages/errors.md#pin-names.")
   if "gpu" in names:
-    raise ValueError("Pin jax_cond_patch to 'cuda' or 'rocm', not to 'gpu'.")
+    raise ValueError("Pin jax_cond_patch to 'cuda' or 'rocm', not to 'gpu'. "
+                     "See docs/pages/errors.md#pin-names.")
   return tuple(dict.fromkeys(names))
 
 
@@ -617,6 +619,8 @@ def status() -> Status:
 _SWITCH = "JAX_COND_PATCH"
 _DEFER_SWITCH = "JAX_COND_PATCH_DEFER"
 _PIN = "JAX_COND_PATCH_PIN"
+# The environment variables that are read.
+SWITCHES = (_SWITCH, _DEFER_SWITCH, _PIN, _UNTESTED)
 _SWITCH_VALUES = {"1": True, "true": True, "0": False, "false": False}
 
 
@@ -647,7 +651,7 @@ def activate_on_import() -> None:
       raise JaxCondPatchError(
           f"The environment variable {_PIN} is {os.environ[_PIN]!r}, and must "
           "be the names of platforms with commas between them, such as "
-          f"cpu,cuda. {error} See docs/pages/errors.md#pin.") from None
+          f"cpu,cuda. {error}") from None
   try:
     _activate(pin, None, stacklevel=4)
   except UnsupportedJaxVersionError as error:

@@ -27,7 +27,8 @@ Value = Any
 
 # Calls, the inputs and outputs of which are those of their one jaxpr.
 CALLS = frozenset([
-    "call", "checkpoint", "closed_call", "core_call", "core_closed_call",
+    "call", "checkpoint", "closed_call", "compute_on", "core_call",
+    "core_closed_call",
     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
     "eval_jaxpr", "jit", "named_call", "pjit", "remat", "remat2", "remat_call",
     "shard_map", "xla_call"])

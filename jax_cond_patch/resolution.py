@@ -291,17 +291,28 @@ class _Resolver:
         by_position.append((i, tuple(values[p] for p in platforms)))
     return tuple(by_position)
 
-  def taken(self, eqn: core.JaxprEqn) -> tuple[int, ...] | None:
-    """The branch that a conditional takes on each platform, if it is known."""
-    if len(eqn.params["branches"]) == 1:
+  def taken(self, eqn: core.JaxprEqn) -> tuple[int | None, ...] | None:
+    """The branch that a conditional takes on each platform, where it is known.
+
+    Args:
+      eqn: the conditional.
+
+    Returns:
+      A tuple with None for the platforms where it is not known; None if the
+      conditional is to be left as it is.
+    """
+    branches = eqn.params["branches"]
+    if len(branches) == 1:
       return (0,) * len(self.platforms)
     indices = [value(eqn.invars[0]) for value in self.values.values()]
-    if any(index is None for index in indices):
+    taken = tuple(None if index is None else constants.taken(branches, index)
+                  for index in indices)
+    if set(taken) == {None}:
       return None
-    branches = eqn.params["branches"]
-    taken = tuple(constants.taken(branches, index) for index in indices)
     if len(set(taken)) > 1 and self.platforms_of(eqn) != self.platforms:
       return None  # It runs on another platform, for each of these.
+    if None in taken and any(map(internals.is_input_effect, eqn.effects)):
+      return None  # They would be about other inputs.
     return taken
 
   def platforms_of(self, eqn: core.JaxprEqn) -> tuple[Platform, ...]:
@@ -346,25 +357,40 @@ class _Resolver:
               eqn.effects, eqn.params["branches"], branches)))
     return {}
 
-  def constant_conditional(self, eqn: core.JaxprEqn, taken: tuple[int, ...]
+  def constant_conditional(self, eqn: core.JaxprEqn,
+                           taken: tuple[int | None, ...]
                            ) -> dict[core.Var, core.Atom]:
     """Takes the branches of an ordinary conditional.
 
     Args:
       eqn: the conditional.
-      taken: the branch that it takes, for each of the lowering platforms.
+      taken: the branch that it takes, for each of the lowering platforms; None
+        where that is not known.
 
     Returns:
       As `eqn`.
     """
     if len(set(taken)) == 1:
+      assert taken[0] is not None
       self.changed = True
       return self.owner(eqn, eqn.params["branches"][taken[0]])
+    branches = list(eqn.params["branches"])
+    choices: list[int | None] = list(range(len(branches)))
+    if None in taken:
+      # There it is a conditional still, as one more branch, whose first input
+      # is the index.
+      choices.append(None)
+      alone = [eqn.replace(params={**eqn.params, "branches": (branch,)})
+               for branch in branches]
+      branches = [internals.jaxpr_of(e, like=internals.open_jaxpr(branches[0]))
+                  for e in (*alone, eqn)]
+      eqn = eqn.replace(invars=[eqn.invars[0], *eqn.invars])
     platforms = tuple(
-        tuple(p for p, i in zip(self.platforms, taken) if i == branch)
-        for branch in range(len(eqn.params["branches"])))
-    return self.platform_conditional(eqn.replace(
-        params={**eqn.params, internals.PLATFORMS: platforms}))
+        tuple(p for p, i in zip(self.platforms, taken) if i == choice)
+        for choice in choices)
+    return self.platform_conditional(eqn.replace(params={
+        **eqn.params, "branches": tuple(branches),
+        internals.PLATFORMS: platforms}))
 
   def owner(self, eqn: core.JaxprEqn, branch) -> dict[core.Var, core.Atom]:
     jaxpr = internals.open_jaxpr(branch)

@@ -21,9 +21,14 @@ import types
 from typing import Any
 
 import jax
+from jax._src import ad_util
 from jax._src import core
 from jax._src.interpreters import ad
 from jax._src.interpreters import partial_eval as pe
+from jax._src.lax import convolution
+from jax._src.lax import lax as lax_internal
+from jax._src.lax import slicing
+from jax._src.lax import windowed_reductions
 from jax._src.lax.control_flow import conditionals
 import numpy as np
 
@@ -236,7 +241,7 @@ def platform_dependent(args, default, per_platform):
           "platform_dependent has no branch for the pin "
           f"{platforms_lib.quote(pin)}; it has branches for "
           f"{platforms_lib.describe(branches_platforms)}. Add one, or "
-          "`default=`.")
+          "`default=`. See docs/pages/errors.md#no-branch.")
     pinning.pinned_p.bind(platforms=pin)
     branches = [branches[i] for i in reachable.branches]
     branches_platforms = tuple(
@@ -329,7 +334,8 @@ def impl(rule: Callable) -> Callable:
   return cond_impl
 
 
-def takes_known_branch(index_of: Callable, always: bool = False) -> Callable:
+def takes_known_branch(index_of: Callable, begins_differentiation: bool = False
+                       ) -> Callable:
   """Decorates the making of a rule: it transforms only the branch taken.
 
   That is, of an ordinary conditional whose index is known already, if JAX's
@@ -337,8 +343,9 @@ def takes_known_branch(index_of: Callable, always: bool = False) -> Callable:
 
   Args:
     index_of: returns the index, given the arguments of the rule.
-    always: also if it does not fail. Where differentiation begins it is too
-      early to tell: it may fail at the end, and outside of a rule.
+    begins_differentiation: whether it is too early to tell if it fails: it may
+      do so at the end, and outside of a rule. Then the branch taken is
+      transformed alone unless the others can surely be differentiated.
 
   Returns:
     A decorator.
@@ -354,18 +361,50 @@ def takes_known_branch(index_of: Callable, always: bool = False) -> Callable:
         index = constants.known_to_trace(index_of(*args))
         if index is None:
           return rule(*args, **params)
-        if not always:
+        branches = params["branches"]
+        taken = constants.taken(branches, index)
+        if not begins_differentiation or all(
+            _is_differentiable(branch) for i, branch in enumerate(branches)
+            if i != taken):
           try:
             return rule(*args, **params)
           except Exception:
             pass
-        branches = params["branches"]
-        branch = branches[constants.taken(branches, index)]
-        return rule(*args, **{**params, "branches": (branch,)})
+        return rule(*args, **{**params, "branches": (branches[taken],)})
 
       return taking_rule
     return make
   return decorator
+
+
+@internals.weakref_lru_cache
+def _is_differentiable(jaxpr) -> bool:
+  """Whether a jaxpr has a derivative of any kind for sure."""
+  return all(map(_is_differentiable_eqn, internals.open_jaxpr(jaxpr).eqns))
+
+
+def _is_differentiable_eqn(eqn: core.JaxprEqn) -> bool:
+  if eqn.effects:
+    return False
+  if jaxprs := internals.jaxprs_in_params(eqn.params):
+    return (eqn.primitive.name in _DIFFERENTIABLE_WITH_JAXPRS and
+            all(map(_is_differentiable, jaxprs)))
+  return (eqn.primitive in ad.primitive_jvps and
+          eqn.primitive in _lax_primitives())
+
+
+# They are as differentiable as their jaxprs are.
+_DIFFERENTIABLE_WITH_JAXPRS = frozenset([
+    "checkpoint", "closed_call", "cond", "core_call", "jit", "pjit", "remat",
+    "remat2", "scan"])
+
+
+@functools.cache
+def _lax_primitives() -> frozenset[core.Primitive]:
+  return frozenset(
+      x for module in (lax_internal, slicing, windowed_reductions, convolution,
+                       ad_util)
+      for x in vars(module).values() if isinstance(x, core.Primitive))
 
 
 # Rules for cond_p.
@@ -424,7 +463,8 @@ class _Jvp(_WithPlatforms):
     return super().bind(index, *operands, branches=branches, **params)
 
 
-@takes_known_branch(lambda primals, tangents: primals[0], always=True)
+@takes_known_branch(lambda primals, tangents: primals[0],
+                    begins_differentiation=True)
 def jvp(rule: Callable) -> Callable:
   """For the jvp rule."""
   function = internals.undecorated(rule)
@@ -785,7 +825,7 @@ def _linearized_index(*args):
   return args[[isinstance(x, (tuple, list)) for x in args].index(True) + 1]
 
 
-@takes_known_branch(_linearized_index, always=True)
+@takes_known_branch(_linearized_index, begins_differentiation=True)
 def linearize(rule: Callable) -> Callable:
   """For linearization (JAX 0.7.1 and later): the index is no residual."""
   def nonzeros_in(*args):

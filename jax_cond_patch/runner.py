@@ -14,6 +14,18 @@ import sys
 _STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 
 
+def is_launching() -> bool:
+  """Whether this is `python -m jax_cond_patch run`, being imported.
+
+  Its process is replaced by that of the program, and needs no JAX.
+  """
+  # While Python looks for the module, "-m" stands for its file.
+  if sys.argv[:2] != ["-m", "run"]:
+    return False
+  python = sys.orig_argv[:len(sys.orig_argv) - len(sys.argv[1:])]
+  return "".join(python[-2:]).endswith("-mjax_cond_patch")
+
+
 def split_program(argv: Sequence[str]) -> tuple[list[str], list[str]]:
   """Splits the arguments of `run` into its own and the program's.
 

@@ -32,6 +32,7 @@ CONSTANT = {
     "uint8": (np.uint8(0), np.uint8(1)),
 }
 
+
 def with_custom_jvp(f):
   @jax.custom_jvp
   def g(x):
@@ -307,6 +308,30 @@ class PlatformFlagTest(tu.JcpTestCase):
       self.assertRunsAs(f, dict(
           cpu=IF_TRUE if x[0] > 0 else IF_FALSE, tpu=IF_TRUE), x)
 
+  @parameterized.parameters("plain", "jit", "grad", "grad_of_scan")
+  def test_known_on_some_of_several_platforms(self, wrap):
+    """There only the branch taken is lowered; elsewhere all are."""
+    def f(x):
+      index = lax.platform_dependent(
+          x, cpu=lambda _: 7, cuda=lambda _: 0,
+          default=lambda x: (jnp.sum(x) > 0).astype(int))
+      return lax.switch(index, [
+          lambda x: lax.platform_dependent(
+              x, cuda=tu.only_on("cuda"), tpu=THREE[0]),
+          lambda x: lax.platform_dependent(x, tpu=THREE[1]),
+          lambda x: lax.platform_dependent(
+              x, cpu=tu.only_on("cpu"), tpu=THREE[2])], x)
+    add_one = WRAPS[wrap](lambda x: x + 1)
+    for x in (X, -X):
+      on_tpu = WRAPS[wrap](
+          lambda x: lax.cond(jnp.sum(x) > 0, THREE[1], THREE[0], x))
+      for platforms in (("cpu", "tpu"), ("cpu", "cuda", "tpu"),
+                        ("tpu", "cuda", "cpu")):
+        self.assertRunsAs(
+            WRAPS[wrap](f),
+            {p: on_tpu if p == "tpu" else add_one for p in platforms}, x,
+            rtol=1e-5)
+
   def test_conjunction(self):
     """A flag that is false decides, whatever it is combined with."""
     def f(x):
@@ -335,6 +360,10 @@ class PlatformFlagTest(tu.JcpTestCase):
         self.assertIn("7.25", text)
       if "cpu" in platforms:
         self.assertIn("8.25", text)
+      false = jnp.asarray(False)
+      g = lambda x: tu.on_host(lambda x, flag: lax.cond(
+          flag, tu.only_on("tpu"), IF_FALSE, x))(x, false)
+      self.assertIn("1.25", tu.lower(g, X, platforms=platforms))
 
   def test_index_of_the_platform_itself(self):
     """A flag of an outer branch is known in what it calls."""
@@ -396,11 +425,17 @@ class UntouchedTest(tu.JcpTestCase):
         expected = jax.jit(lambda x: f(x))(X)
       self.assertAllClose(jax.jit(lambda x: f(x))(X), expected)
 
-  def test_jaxpr(self):
-    f = lambda x: lax.cond(False, IF_TRUE, lambda x: lax.switch(7, THREE, x), x)
-    jaxpr = str(jax.make_jaxpr(f)(X))
-    with jax_cond_patch.deactivated():
-      self.assertEqual(jaxpr, str(jax.make_jaxpr(f)(X)))
+  @parameterized.parameters(*WRAPS)
+  def test_jaxpr(self, wrap):
+    """It is JAX's, unless that can't be lowered or transformed."""
+    def f(x):
+      return lax.cond(False, lambda x: jax.jit(IF_TRUE)(x),
+                      lambda x: lax.switch(7, THREE, x), x)
+    jaxprs = []
+    for context in (jax_cond_patch.activated, jax_cond_patch.deactivated):
+      with context():
+        jaxprs.append(str(jax.make_jaxpr(WRAPS[wrap](f))(X)))
+    self.assertMultiLineEqual(*jaxprs)
 
   def test_branches_are_traced_and_checked(self):
     with self.assertRaisesRegex(TypeError, "branch"):

@@ -62,6 +62,14 @@ class MainTest(tu.JcpTestCase):
       self.assertRegex(result.stdout, rf"(?m)^  {replacement.name} ".replace(
           "[", r"\[").replace("]", r"\]"))
 
+  def test_status_of_pin_and_switches(self):
+    result = python("-m", "jax_cond_patch", "status",
+                    JAX_COND_PATCH_PIN="cpu, tpu", JAX_COND_PATCH_DEFER="0")
+    self.assertRegex(result.stdout, "(?m)^pin +cpu, tpu$")
+    self.assertRegex(result.stdout, "(?m)^defers errors +no$")
+    self.assertRegex(result.stdout, "(?m)^switches +JAX_COND_PATCH_DEFER=0 "
+                     "JAX_COND_PATCH_PIN=cpu, tpu$")
+
   def test_status_in_json(self):
     result = python("-m", "jax_cond_patch", "status", "--json",
                     JAX_COND_PATCH="0")
@@ -112,6 +120,14 @@ class MainTest(tu.JcpTestCase):
     self.assertEqual(result.returncode, 0, result.stderr)
     # The program's own change of the environment comes before JAX reads it.
     self.assertSequenceEqual(result.stdout.split(), ["True", "True", "False"])
+
+  def test_run_starts_without_jax(self):
+    """Only the program imports it, and only if it does so."""
+    result = python("-X", "importtime", "-m", "jax_cond_patch", "run", "-c",
+                    "import sys; print('jax' in sys.modules)")
+    self.assertPrints(result, "False")
+    self.assertRegex(result.stderr, r"\| +jax_cond_patch\.runner\n")
+    self.assertNotRegex(result.stderr, r"\| +jax(\._src)?\n")
 
   def test_run_patches_children(self):
     path = self.write("program.py", IS_PATCHED + """
