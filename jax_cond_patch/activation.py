@@ -11,7 +11,10 @@ import dataclasses
 import functools
 import logging
 import os
+import sys
 import threading
+import time
+import types
 from typing import Any
 import warnings
 
@@ -147,11 +150,6 @@ def _table() -> Sequence[Replacement]:
   def replace_rule(table_name, rules_table, make, why):
     replace(f"{table_name}[cond_p]", Item(rules_table, cond_p), make, why)
 
-  replace("lax.platform_dependent.__code__",
-          Attribute(conditionals.platform_dependent, "__code__"),
-          lambda _: rules.platform_dependent_code.__code__,
-          "stages a conditional with platforms, branches told by identity")
-
   replace("cond_p.impl", Attribute(cond_p, "impl"), rules.impl,
           "runs the branch taken if another one can't be lowered")
 
@@ -253,10 +251,6 @@ def _table() -> Sequence[Replacement]:
         Member(getattr(effects, name)._effect_types, pinning.PinnedEffect),
         pinning.PinnedEffect, "programs may be traced under a pin")
 
-  replace("pxla.lower_sharding_computation",
-          Attribute(pxla, "lower_sharding_computation"),
-          lowering.lower_sharding_computation,
-          "lowers only what the lowering platforms reach")
   replace("mlir.jaxpr_subcomp", Attribute(mlir, "jaxpr_subcomp"),
           lowering.jaxpr_subcomp,
           "the same for what is traced while lowering")
@@ -288,10 +282,24 @@ def _table() -> Sequence[Replacement]:
        deferral.deferred_error_p, deferral.deferred_error_batching)):
     add(f"{table_name}[{primitive}]", Item(rules_table, primitive), own_rule,
         "a rule of our own")
-  return tuple(made)
+  replace("pxla.lower_sharding_computation",
+          Attribute(pxla, "lower_sharding_computation"),
+          lowering.lower_sharding_computation,
+          "lowers only what the lowering platforms reach")
+  replace("lax.platform_dependent.__code__",
+          Attribute(conditionals.platform_dependent, "__code__"),
+          lambda _: rules.platform_dependent_code.__code__,
+          "stages a conditional with platforms, branches told by identity")
+  # Rules of our own stand there before anything needs them, and the two that
+  # mark conditionals come last. It is undone in the opposite order.
+  return tuple(sorted(made, key=lambda r: not r.is_addition))
 
 
 _lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+  # A process that is forked in the middle of a switch would stay there.
+  os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release,
+                      after_in_child=_lock.release)
 # What activation has put in, and what stood there: a stack to undo.
 _undo: list[tuple[Replacement, Any, Any]] = []
 _reason = "not activated yet"
@@ -404,7 +412,7 @@ def _activate(pin: Sequence[str] | None, defer: bool | None,
       for replacement, original, new in prepared:
         replacement.place.set(new)
         undo.append((replacement, original, new))
-      _clear_caches()
+      _forget()
     except BaseException:
       _restore(undo)
       raise
@@ -470,8 +478,8 @@ def _prepare(replacements: Sequence[Replacement]
   return prepared
 
 
-def _restore(undo: list[tuple[Replacement, Any, Any]]) -> None:
-  while undo:
+def _restore(undo: list[tuple[Replacement, Any, Any]], left: int = 0) -> None:
+  while len(undo) > left:
     replacement, original, _ = undo[-1]
     if original is _ABSENT:
       replacement.place.remove()
@@ -497,8 +505,14 @@ def deactivate() -> None:
             "docs/pages/errors.md#replaced-again.")
     if not _undo:
       return
-    _restore(_undo)
-    _clear_caches()
+    # In steps, since other threads may be in JAX. First those that mark
+    # conditionals: tracing, then lowering, which marks what it has resolved.
+    # What knows the marks follows when none is left, and then, when nothing
+    # needs them, the rules of our own primitives.
+    additions = sum(replacement.is_addition for replacement, _, _ in _undo)
+    for left in (len(_undo) - 1, len(_undo) - 2, additions, 0):
+      _restore(_undo, left)
+      _forget()
     _reason = "deactivated"
     _logger.info("JAX is as it was before it was patched")
 
@@ -547,6 +561,46 @@ def _set_pin(platforms: tuple[str, ...] | None) -> None:
 def _clear_caches() -> None:
   from jax_cond_patch.compat import internals
   internals.clear_caches()
+
+
+# What other threads do in JAX is waited for, but not for ever: one may be in a
+# long compilation, or wait for this thread.
+_PATIENCE_SECONDS = 10
+
+
+def _forget() -> None:
+  """Clears JAX's caches, also of what other threads are about to put there."""
+  _clear_caches()
+  # What one of their calls puts there may be of use to another, so they are
+  # cleared all the time, and the calls that have begun meanwhile waited for.
+  for _ in range(2):
+    calls = _calls_of_jax()
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while calls:
+      if time.monotonic() > deadline:
+        _logger.warning(
+            "JAX is switched while other threads are in it: %s", ", ".join(
+                f"{f.f_code.co_filename}:{f.f_lineno}" for f in calls.values()))
+        break
+      time.sleep(.01)
+      _clear_caches()
+      now = _calls_of_jax()
+      calls = {thread: call for thread, call in calls.items()
+               if now.get(thread) is call}
+
+
+def _calls_of_jax() -> dict[int, types.FrameType]:
+  """The outermost frame of JAX in each other thread that is in JAX."""
+  import jax
+  directory = os.path.dirname(jax.__file__) + os.sep
+  calls = {}
+  for thread, frame in sys._current_frames().items():
+    here: types.FrameType | None = frame
+    while thread != threading.get_ident() and here is not None:
+      if here.f_code.co_filename.startswith(directory):
+        calls[thread] = here
+      here = here.f_back
+  return calls
 
 
 @functools.cache

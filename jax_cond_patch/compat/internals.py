@@ -416,7 +416,14 @@ def weakref_lru_cache(fun: Callable) -> Callable:
 
 def clear_caches() -> None:
   """Forgets all that JAX has traced, lowered and compiled."""
-  jax.clear_caches()
+  for _ in range(100):
+    try:
+      jax.clear_caches()
+      break
+    except RuntimeError:  # Another thread has made a cache in the meantime.
+      continue
+  else:
+    jax.clear_caches()
   # It does not know this cache of the branches of conditionals up to 0.4.29:
   # https://github.com/jax-ml/jax/commit/6c34a56b87
   branches: Any = getattr(
