@@ -12,6 +12,8 @@ from jax_cond_patch.activation import deactivated as deactivated
 from jax_cond_patch.activation import is_active as is_active
 from jax_cond_patch.activation import pin as pin
 from jax_cond_patch.activation import status as status
+from jax_cond_patch.checkout import (
+    is_running_command as _is_command_for_sources)
 from jax_cond_patch.errors import JaxCondPatchError as JaxCondPatchError
 from jax_cond_patch.errors import (
     UnsupportedJaxVersionError as UnsupportedJaxVersionError)
@@ -25,5 +27,5 @@ from jax_cond_patch.runner import is_launching as _is_launching
 
 __version__ = "0.1.0"
 
-if not _is_launching():
+if not (_is_launching() or _is_command_for_sources()):
   _activate_on_import()

@@ -12,6 +12,7 @@ import sys
 
 import jax_cond_patch
 from jax_cond_patch import activation
+from jax_cond_patch import checkout
 from jax_cond_patch import demo
 from jax_cond_patch import runner
 
@@ -37,6 +38,24 @@ def _status(args: argparse.Namespace) -> int:
   width = max(map(len, status.replaced), default=0)
   for name in status.replaced:
     print(f"  {name:<{width}}  {whys[name]}")
+  return 0
+
+
+def _apply(args: argparse.Namespace) -> int:
+  try:
+    print(checkout.apply(args.checkout, check=args.check,
+                         commit=not args.no_commit, reverse=args.reverse))
+  except checkout.CheckoutError as error:
+    print(error, file=sys.stderr)
+    return 1
+  return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+  del args
+  for release in checkout.manifest():
+    base = release.commit or "the package that was released"
+    print(f"{release.release:<10} {release.series:<10} {base}")
   return 0
 
 
@@ -127,6 +146,26 @@ def main(argv: Sequence[str] | None = None) -> int:
   command.add_argument("--html", metavar="FILE",
                        help="write a drawing instead of printing a table")
   command.set_defaults(run=_explain)
+
+  command = commands.add_parser(
+      "apply", help="put the change into the source of JAX, as diffs",
+      description="Puts the change into a git checkout of JAX, as commits, or "
+      "into an unpacked release. The exit status is 0 only if the tree is then "
+      "as asked; if not, it is as it was.")
+  command.add_argument("checkout", metavar="CHECKOUT", help="the folder that "
+                       "has JAX's folder jax in it")
+  command.add_argument("--check", action="store_true",
+                       help="only say what would be done")
+  command.add_argument("--no-commit", action="store_true",
+                       help="change the files of a checkout without commits")
+  command.add_argument("--reverse", action="store_true",
+                       help="take the diffs out again")
+  command.set_defaults(run=_apply)
+
+  command = commands.add_parser(
+      "list", help="list the releases of JAX that there are diffs for",
+      description="Lists the releases of JAX that there are diffs for.")
+  command.set_defaults(run=_list)
 
   run_command = commands.add_parser(
       "run", help="run a program on a patched JAX",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import logging
 import os
 import sys
@@ -306,6 +307,18 @@ _reason = "not activated yet"
 _pin: tuple[str, ...] | None = None
 
 
+def has_patches() -> bool:
+  """Whether the change is in the source of the installed JAX.
+
+  The diffs in `patches` put the module in that this looks for.
+  """
+  try:
+    return importlib.util.find_spec(
+        "jax._src.interpreters.platforms") is not None
+  except ModuleNotFoundError:  # There is no JAX.
+    return False
+
+
 def is_active() -> bool:
   """Whether the replacements are in JAX."""
   return bool(_undo)
@@ -403,6 +416,16 @@ def _activate(pin: Sequence[str] | None, defer: bool | None,
       _choose_deferral(defer)
       if pin is not None:
         _set_pin(pin)
+      return
+    if has_patches():
+      if pin is not None:
+        raise JaxCondPatchError(
+            "JAX cannot be pinned to platforms: the change is in its source "
+            "(jax_cond_patch/patches), which has no pins. Use the JAX that was "
+            "released, or no pin. See docs/pages/patches.md.")
+      _reason = ("the change is in the source of this JAX, from "
+                 "jax_cond_patch/patches; there is nothing to patch")
+      _logger.info("JAX is left as it is: %s", _reason)
       return
     warning = _check_jax()
     _choose_deferral(defer)
