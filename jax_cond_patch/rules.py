@@ -14,6 +14,7 @@ program to another: where it is needed it is made again.
 from __future__ import annotations
 
 from collections.abc import Callable
+import dataclasses
 import functools
 import inspect
 import operator
@@ -23,6 +24,7 @@ from typing import Any
 import jax
 from jax._src import ad_util
 from jax._src import core
+from jax._src import tree_util
 from jax._src.interpreters import ad
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import convolution
@@ -38,6 +40,7 @@ from jax_cond_patch import deferral
 from jax_cond_patch import pinning
 from jax_cond_patch import platforms as platforms_lib
 from jax_cond_patch import resolution
+from jax_cond_patch import sharing
 from jax_cond_patch.compat import internals
 
 cond_p = internals.cond_p
@@ -100,39 +103,39 @@ def cond_bind(original: Callable) -> Callable:
 _signature = functools.lru_cache(inspect.signature)
 
 
+@dataclasses.dataclass(frozen=True)
 class _OnePass:
-  """A pass over a branch in one run of a rule, made once if it can be.
+  """JAX's transformation of a branch, made once if it can be.
 
   A rule passes over each branch to learn what its outputs are (zero, unknown,
   batched), joins this over the branches, and passes over each again to make it
   so. The second pass gives what the first one did, for a branch whose outputs
   are what the branches' are together.
+
+  Attributes:
+    make: JAX's function of a jaxpr.
+    joined: its parameter for what the outputs must be; False the first time.
+    found: where in its result stands what the outputs are.
   """
+  make: Callable
+  joined: str
+  found: int
 
-  def __init__(self, make: Callable, joined: str, found: int):
-    """Args:
-      make: JAX's function of a jaxpr.
-      joined: its parameter for what the outputs must be; False the first time.
-      found: where in its result stands what the outputs are.
-    """
-    self.make = deferral.spares_primals(make, found)
-    self.signature = _signature(make)
-    self.joined = joined
-    self.found = found
-    self.passes: list[tuple[dict, Any]] = []
+  def __call__(self, jaxpr, *args, **kwargs):
+    key = (self, sharing.frozen(args),
+           tuple((name, sharing.frozen(x)) for name, x in kwargs.items()))
+    return sharing.once(
+        jaxpr, key, lambda: self._pass(jaxpr, *args, **kwargs))
 
-  def __call__(self, *args, **kwargs):
-    arguments = self.signature.bind(*args, **kwargs).arguments
-    outputs = arguments.pop(self.joined, False)
+  def _pass(self, *args, **kwargs):
+    call = _signature(self.make).bind(*args, **kwargs)
+    outputs = call.arguments.get(self.joined, False)
     if outputs is not False:
-      for same_arguments, result in self.passes:
-        if (list(result[self.found]) == list(outputs) and
-            arguments == same_arguments):
-          return result
-    result = self.make(*args, **kwargs)
-    if outputs is False:
-      self.passes.append((arguments, result))
-    return result
+      call.arguments[self.joined] = False
+      result = self(*call.args, **call.kwargs)
+      if list(result[self.found]) == list(outputs):
+        return result
+    return deferral.spares_primals(self.make, self.found)(*args, **kwargs)
 
 
 _PASSES = (
@@ -145,6 +148,7 @@ _PASSES = (
 )
 
 
+@functools.cache
 def _passes_once(fun: types.FunctionType) -> types.FunctionType:
   """Returns a rule of JAX's that passes over each branch once if it can."""
   modules: dict[str, dict[str, Any]] = {}
@@ -155,24 +159,68 @@ def _passes_once(fun: types.FunctionType) -> types.FunctionType:
   names: dict[str, Any] = {
       module: _Namespace(fun.__globals__[module], **passes)
       for module, passes in modules.items()}
-  if "_join_cond_outputs" in fun.__globals__:
-    names["_join_cond_outputs"] = _join_outputs_if_different
+  for name, replacement in (
+      ("_join_cond_outputs", _join_outputs),
+      ("_join_cond_pe_staged_jaxpr_inputs", _join_staged_inputs),
+      ("_transpose_cond_jaxpr", _transpose_branch),
+      ("_transpose_jaxpr_fancy", _transpose_branch_fancy)):
+    if name in fun.__globals__:
+      names[name] = replacement
   return internals.with_globals(fun, **names)
 
 
-def _join_outputs_if_different(jaxprs, residuals, residual_indices, *args):
-  """`_join_cond_outputs`, which makes each branch anew to add residuals.
+def _join_outputs(*args):
+  """`_join_cond_outputs`, which makes each branch anew to add residuals."""
+  return _join(conditionals._join_cond_outputs, *args)
 
-  Where each branch has all of the residuals, in their order, none is added.
-  """
-  # Structured residuals stand before the last argument since JAX 0.11.1.
-  *structured, _ = args
-  if not any(map(len, structured)) and all(
-      list(indices) == list(range(len(residuals)))
-      for indices in residual_indices):
-    return tuple(jaxprs)
-  return conditionals._join_cond_outputs(
-      jaxprs, residuals, residual_indices, *args)
+
+def _join_staged_inputs(*args):
+  """`_join_cond_pe_staged_jaxpr_inputs`, which adds those that are read."""
+  return _join(conditionals._join_cond_pe_staged_jaxpr_inputs, *args)
+
+
+def _join(join: Callable, jaxprs, residuals, residual_indices, *args):
+  """Joins each branch once, and not one that has all residuals in order."""
+  # Structured residuals are among the arguments since JAX 0.11.1.
+  numbers = tuple(x for x in args if isinstance(x, int))
+  if any(len(x) for x in args if not isinstance(x, int)):
+    return join(jaxprs, residuals, residual_indices, *args)
+
+  def joined(jaxpr, indices):
+    if list(indices) == list(range(len(residuals))):
+      return jaxpr
+    key = (join, tuple(residuals), tuple(indices), numbers)
+    return sharing.once(jaxpr, key, lambda: join(
+        (jaxpr,), residuals, (indices,), *args)[0])
+
+  return tuple(map(joined, jaxprs, residual_indices))
+
+
+def _transpose_branch(jaxpr, *args):
+  """`_transpose_cond_jaxpr`, once for each branch."""
+  make = conditionals._transpose_cond_jaxpr
+  return sharing.once(
+      jaxpr, (make, sharing.frozen(args)), lambda: make(jaxpr, *args))
+
+
+def _transpose_branch_fancy(jaxpr, in_tree, in_avals, specs, instantiate,
+                            *log_spec):
+  """`_transpose_jaxpr_fancy`, which JAX calls twice, as in `_OnePass`."""
+  make = functools.partial(
+      conditionals._transpose_jaxpr_fancy, jaxpr, in_tree, in_avals, specs)
+  # What is logged, and for which branch, since JAX 0.11.1:
+  # it is not known yet the first time.
+  first = make((False,) * len(instantiate), *((None, 0) if log_spec else ()))
+  if not log_spec or not log_spec[0]:
+    transposed, out_tree = first
+    cts = tree_util.tree_unflatten(out_tree, transposed.out_avals)
+    if log_spec:
+      cts, logs = cts
+      if logs:
+        return make(instantiate, *log_spec)
+    if [type(ct) is not ad.Zero for ct in cts] == list(instantiate):
+      return first
+  return make(instantiate, *log_spec)
 
 
 def _with_cond_p(fun: types.FunctionType, cond) -> types.FunctionType:
@@ -283,26 +331,30 @@ def _with_plain_equality(branch: Callable) -> Callable:
 
 def _stage(index, branches, args, branches_platforms):
   """Stages a platform conditional out, traced and checked as JAX does it."""
+  cond = _Staged(branches_platforms)
   if internals.native:
-    return conditionals._switch_internal(
-        index, branches, args, branches_platforms=branches_platforms)
+    return internals.with_globals(
+        internals.undecorated(conditionals._switch_internal), cond_p=cond)(
+            index, branches, args, branches_platforms=branches_platforms)
   if len(branches) == 1:
     # `switch` calls a single branch, for whatever platform. It gets the branch
     # twice, which traces it once, and `_Staged` drops the second.
     branches *= 2
   switch = internals.undecorated(conditionals.switch)
   lax = _Namespace(switch.__globals__["lax"], clamp=lambda lo, x, hi: x)
-  return internals.with_globals(
-      switch, lax=lax, cond_p=_Staged(branches_platforms, index)
-  )(index, branches, *args)
+  cond.index = index
+  return internals.with_globals(switch, lax=lax, cond_p=cond)(
+      index, branches, *args)
 
 
 class _Staged(_WithPlatforms):
   """The `cond_p` of a platform conditional that is being staged out."""
 
   def bind(self, index, *operands, branches, **params):
+    branches = branches[:len(self.platforms)]
     return super().bind(
-        index, *operands, branches=branches[:len(self.platforms)], **params)
+        index, *operands, branches=tuple(map(sharing.shared, branches)),
+        **params)
 
 
 # Evaluation

@@ -295,6 +295,19 @@ def has_graph_conversion() -> bool:
   return (jax2tf / "impl_no_xla.py").exists()
 
 
+def context_key(eqn: core.JaxprEqn):
+  """What equations made in equal contexts have in common.
+
+  Up to JAX 0.10.1 equal contexts are several objects, and differ for `==`:
+  https://github.com/jax-ml/jax/commit/5d6e541c93.
+  """
+  ctx = getattr(eqn, "ctx", None)
+  if ctx is None or hasattr(type(ctx), "_create"):
+    return ctx
+  names = getattr(ctx, "__slots__", None) or vars(ctx)
+  return tuple(getattr(ctx, name) for name in names if name[0] != "_")
+
+
 def compute_type(eqn: core.JaxprEqn) -> str | None:
   return getattr(getattr(eqn, "ctx", None), "compute_type", None)
 
@@ -412,6 +425,10 @@ def hide_frames(path: str) -> None:
 
 def weakref_lru_cache(fun: Callable) -> Callable:
   return util.weakref_lru_cache(fun)
+
+
+def cache(max_size: int) -> Callable:
+  return util.cache(max_size)
 
 
 def clear_caches() -> None:

@@ -1,0 +1,137 @@
+"""Lets equal branches be one jaxpr, and transforms each jaxpr once.
+
+A model of many layers has the same branches in each of them, traced anew. JAX's
+own caches are by the identity of a jaxpr, so each would be transformed, joined
+and resolved anew, too.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from jax._src import core
+import numpy as np
+
+from jax_cond_patch.compat import internals
+
+
+class _First:
+  """The first jaxpr of a structure."""
+  jaxpr = None
+
+
+@internals.cache(max_size=512)
+def _first_of(structure: Hashable) -> _First:
+  del structure
+  return _First()
+
+
+def shared(jaxpr):
+  """Returns the first jaxpr that was equal to this one, or this one.
+
+  Equal are jaxprs that differ in nothing but the identity of their variables:
+  also their equations come from the same lines, called from the same lines. One
+  that holds arrays or closures is not shared, for it would be kept alive.
+  """
+  return _shared(jaxpr) or jaxpr
+
+
+@internals.weakref_lru_cache
+def _shared(jaxpr):
+  # None, since the cache must not hold on to its own key.
+  try:
+    first = _first_of(_structure(jaxpr))
+  except TypeError:  # Something in it can't be hashed.
+    return None
+  first.jaxpr = first.jaxpr or jaxpr
+  return None if first.jaxpr is jaxpr else first.jaxpr
+
+
+def _structure(jaxpr) -> Hashable:
+  if getattr(jaxpr, "consts", ()):
+    raise TypeError("A jaxpr with constants is not shared.")
+  opened = internals.open_jaxpr(jaxpr)
+  numbers: dict[core.Var, int] = {}
+
+  def bound(var):
+    return numbers.setdefault(var, len(numbers)), var.aval
+
+  def read(atom):
+    if isinstance(atom, core.Literal):
+      return atom.aval, np.asarray(atom.val).tobytes()
+    return numbers[atom]
+
+  binders = tuple(map(bound, (*opened.constvars, *opened.invars)))
+  eqns = tuple(
+      (eqn.primitive, tuple(map(read, eqn.invars)), _param(eqn.params),
+       frozenset(eqn.effects), _param(internals.context_key(eqn)),
+       eqn.source_info.name_stack, eqn.source_info.traceback,
+       tuple(map(bound, eqn.outvars))) for eqn in opened.eqns)
+  return (type(jaxpr), len(opened.invars), binders, eqns,
+          tuple(map(read, opened.outvars)), frozenset(opened.effects),
+          _param(opened.debug_info))
+
+
+def _param(x) -> Hashable:
+  """Makes a key of a param that no `==` of the user's and no 0 == -0 is in."""
+  if isinstance(x, dict):
+    return tuple((name, _param(value)) for name, value in x.items())
+  if isinstance(x, (tuple, list)):
+    return type(x), *map(_param, x)
+  if internals.is_jaxpr(x):
+    return _structure(shared(x))
+  if callable(x) and not isinstance(x, type):
+    raise TypeError("A jaxpr with functions is not shared.")
+  if isinstance(x, (float, complex)):
+    return type(x), repr(x)
+  if isinstance(x, np.generic):
+    return type(x), x.tobytes()
+  return type(x), x
+
+
+class _Call:
+  """A call that is equal to those with the same key."""
+  __slots__ = ("key", "make")
+
+  def __init__(self, key: Hashable, make: Callable):
+    self.key = key
+    self.make: Callable | None = make
+
+  def __hash__(self):
+    return hash(self.key)
+
+  def __eq__(self, other):
+    return self.key == other.key
+
+
+def once(jaxpr, key: Hashable, make: Callable[[], Any]):
+  """Returns what a function makes of a jaxpr; it is called once.
+
+  Args:
+    jaxpr: the jaxpr. It is not kept alive.
+    key: what else the result depends on.
+    make: makes the result, in which the jaxpr itself must not be.
+
+  Returns:
+    The result.
+  """
+  try:
+    hash(key)
+  except TypeError:
+    return make()
+  return _made(jaxpr, _Call(key, make))
+
+
+@internals.weakref_lru_cache
+def _made(jaxpr, call: _Call):
+  del jaxpr
+  assert call.make is not None
+  make, call.make = call.make, None  # It may hold on to the jaxpr.
+  return make()
+
+
+def frozen(x) -> Hashable:
+  """Makes a key of arguments."""
+  if isinstance(x, (tuple, list)):
+    return tuple(map(frozen, x))
+  return x

@@ -1,0 +1,225 @@
+"""Tests what platform conditionals cost, by counts and sizes, never by time.
+
+What they take in seconds is measured in `benchmarks/`.
+"""
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax import lax
+from jax._src import config
+from jax._src import core
+from jax.interpreters import ad
+from jax.interpreters import mlir
+import jax.numpy as jnp
+import numpy as np
+
+import jcp_test_util as tu
+
+config.parse_flags_with_absl()
+
+X = np.ones((4, 4), np.float32)
+PLATFORMS = ("cpu", "tpu", "cuda", "rocm", "other1", "other2", "other3",
+             "other4")
+
+
+def layer(x, w, scale):
+  return jnp.tanh(x @ w) * scale
+
+
+def model(num_branches, platforms=PLATFORMS):
+  """A model of layers; each has a branch for each platform."""
+  def f(x, ws):
+    for w in ws:
+      x = lax.platform_dependent(x, w, **{
+          platform: lambda x, w, i=i: layer(x, w, i + 1.5)
+          for i, platform in enumerate(platforms[:num_branches])})
+    return x
+  return f
+
+
+def direct(x, ws):
+  for w in ws:
+    x = layer(x, w, 1.5)
+  return x
+
+
+def scanned(f):
+  def g(x, ws):
+    return lax.scan(lambda x, w: (f(x, [w]), None), x, jnp.stack(ws))[0]
+  return g
+
+
+def differentiated(f):
+  return jax.grad(lambda x, ws: f(x, ws).sum(), argnums=(0, 1))
+
+
+def mapped(f):
+  return jax.vmap(f, in_axes=(0, None))
+
+
+TRANSFORMATIONS = dict(
+    forward=lambda f: f,
+    gradient=differentiated,
+    forward_mode=lambda f: lambda x, ws: jax.jvp(f, (x, ws), (x, ws)),
+    vmap=lambda f: lambda x, ws: mapped(f)(jnp.stack([x, x]), ws),
+    scan=scanned,
+    gradient_of_scan=lambda f: differentiated(scanned(f)),
+    gradient_of_remat=lambda f: differentiated(jax.checkpoint(f)))
+
+
+def num_ops(f, *args, platforms=("cpu",)):
+  text = tu.lower(lambda *args: f(*args), *args, platforms=platforms)
+  return text.count(" = ")
+
+
+class OperationsTest(tu.JcpTestCase):
+
+  @parameterized.product(
+      transformation=[t for t in TRANSFORMATIONS if t != "gradient_of_scan"],
+      num_branches=[1, 4])
+  def test_one_platform(self, transformation, num_branches):
+    """A module has the operations that it has without conditionals."""
+    transform = TRANSFORMATIONS[transformation]
+    ws = [X, X + 1]
+    self.assertEqual(num_ops(transform(model(num_branches)), X, ws),
+                     num_ops(transform(direct), X, ws))
+
+  @parameterized.product(
+      transformation=list(TRANSFORMATIONS),
+      platforms=[("cpu",), ("cpu", "tpu", "cuda", "rocm")])
+  def test_growth_with_sites(self, transformation, platforms):
+    f = TRANSFORMATIONS[transformation](model(8))
+    first, second, third = (
+        num_ops(f, X, [X] * n, platforms=platforms) for n in (2, 3, 4))
+    self.assertEqual(third - second, second - first)
+
+  def test_growth_with_branches(self):
+    """What is not reached does not count."""
+    num_ops_of = lambda n, num_platforms: num_ops(
+        model(n), X, [X] * 2, platforms=PLATFORMS[:num_platforms])
+    self.assertEqual(num_ops_of(8, 2), num_ops_of(2, 2))
+    self.assertEqual(num_ops_of(8, 4), num_ops_of(4, 4))
+    self.assertEqual(num_ops_of(4, 4) - num_ops_of(3, 3),
+                     num_ops_of(3, 3) - num_ops_of(2, 2))
+
+
+def counted():
+  """A primitive that multiplies by 2, and how often its jvp is taken."""
+  primitive = core.Primitive("counted")
+  primitive.def_abstract_eval(lambda x: x)
+  mlir.register_lowering(
+      primitive, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+  calls = []
+  def jvp(primals, tangents):
+    calls.append(None)
+    return primitive.bind(*primals), tangents[0] * 2
+  ad.primitive_jvps[primitive] = jvp
+  return primitive.bind, calls
+
+
+def branches_of(f, *args):
+  """The branches of the platform conditionals in a function."""
+  eqns = tu.find_eqns(jax.make_jaxpr(f)(*args), "cond")
+  return [eqn.params["branches"] for eqn in eqns
+          if eqn.params.get(tu.PLATFORMS)]
+
+
+class SharingTest(tu.JcpTestCase):
+
+  def assertShared(self, branches):
+    first, *others = branches
+    self.assertNotEmpty(others)
+    for other in others:
+      for a, b in zip(first, other):
+        self.assertIs(a, b)
+
+  def assertNotShared(self, branches):
+    first, second = branches
+    self.assertIsNot(first[0], second[0])
+
+  @parameterized.parameters("forward", "gradient", "forward_mode", "vmap")
+  def test_layers(self, transformation):
+    transform = TRANSFORMATIONS[transformation]
+    branches = branches_of(transform(model(4)), X, [X] * 3)
+    # All that the backward pass needs are the residuals of each branch.
+    self.assertShared(branches[:3])
+
+  def test_with_helpers_in_branches(self):
+    @jax.jit
+    def helper(x):
+      return jnp.sin(x) * 2
+    def f(x):
+      for _ in range(3):
+        x = lax.platform_dependent(
+            x, cpu=lambda x: helper(helper(x)),
+            default=lambda x: lax.fori_loop(0, 3, lambda i, x: x * 2, x))
+      return x
+    self.assertShared(branches_of(f, X))
+
+  @parameterized.parameters(
+      (2., 3.), (0., -0.), (2, np.float32(2)), (float("nan"), 1.))
+  def test_other_constants(self, first, second):
+    def f(x):
+      for value in (first, second):
+        x = lax.platform_dependent(
+            x, cpu=lambda x: x * value, default=lambda x: x)
+      return x
+    self.assertNotShared(branches_of(f, X))
+
+  def test_other_params(self):
+    def f(x):
+      for exponent in (2, 3):
+        x = lax.platform_dependent(
+            x, cpu=lambda x: lax.integer_pow(x, exponent), default=lambda x: x)
+      return x
+    self.assertNotShared(branches_of(f, X))
+
+  def test_other_lines(self):
+    """Errors and profiles say where the code is."""
+    def f(x):
+      x = lax.platform_dependent(x, cpu=lambda x: x * 2, default=lambda x: x)
+      x = lax.platform_dependent(x, cpu=lambda x: x * 2, default=lambda x: x)
+      return x
+    self.assertNotShared(branches_of(f, X))
+
+  def test_functions_in_branches(self):
+    """A function of the user's is not compared, nor kept alive."""
+    def f(x):
+      for scale in (2., 3.):
+        scaled = jax.custom_jvp(lambda x: x * scale)
+        scaled.defjvps(lambda t, ans, x: t * scale)
+        x = lax.platform_dependent(x, cpu=scaled, default=lambda x: x)
+      return x
+    self.assertNotShared(branches_of(f, X))
+    self.assertAllClose(jax.jit(jax.grad(lambda x: f(x).sum()))(X), X * 6)
+
+  @parameterized.parameters("gradient", "forward_mode", "gradient_of_remat")
+  def test_branches_are_differentiated_once(self, transformation):
+    def num_calls(num_sites):
+      double, calls = counted()
+      def f(x, ws):
+        for w in ws:
+          x = lax.platform_dependent(
+              x, w, cpu=lambda x, w: double(x @ w), default=lambda x, w: x + w)
+        return x
+      jax.make_jaxpr(TRANSFORMATIONS[transformation](f))(X, [X] * num_sites)
+      return len(calls)
+    self.assertGreater(num_calls(1), 0)
+    self.assertEqual(num_calls(5), num_calls(1))
+
+  def test_name_scopes(self):
+    """Equations of a shared branch have the name of each place."""
+    def f(x):
+      for i in range(2):
+        with jax.named_scope(f"layer{i}"):
+          x = lax.platform_dependent(
+              x, cpu=lambda x: jnp.sin(x) * 2.5, default=lambda x: x)
+      return x
+    module = jax.jit(f).lower(X).compiler_ir()
+    text = module.operation.get_asm(enable_debug_info=True)
+    for i in range(2):
+      self.assertRegex(text, rf"layer{i}/.*mul")
+
+
+if __name__ == "__main__":
+  absltest.main()
