@@ -5,10 +5,11 @@ the documentation and the tests all read it.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -113,13 +114,23 @@ class Replacement:
 
 def table() -> Sequence[Replacement]:
   """Lists what is replaced in the installed JAX, in order."""
+  for name in _late_tables():
+    importlib.import_module(name)
   return _table()
 
 
-@functools.cache
 def _table() -> Sequence[Replacement]:
+  """As `table`, of the modules that are imported."""
+  late = (replacement for name, late_table in _late_tables().items()
+          if name in sys.modules
+          for replacement in late_table(sys.modules[name]))
+  *most, lowering, tracing = _early_table()
+  return _additions_first((*most, *late, lowering, tracing))
+
+
+@functools.cache
+def _early_table() -> Sequence[Replacement]:
   from jax._src import ad_checkpoint
-  from jax._src import checkify
   from jax._src import core
   from jax._src import effects
   from jax._src.interpreters import ad
@@ -158,7 +169,7 @@ def _table() -> Sequence[Replacement]:
   add("pe.partial_eval_jaxpr_custom_rules[platform_index_p]",
       Item(pe.partial_eval_jaxpr_custom_rules, internals.platform_index_p),
       rules.platform_index_partial_eval_custom, index_why)
-  why = "keeps platforms, passes over each branch once, defers errors"
+  why = _RULE_WHY
   replace_rule("pe.custom_partial_eval_rules", pe.custom_partial_eval_rules,
                rules.partial_eval, f"{why}; {index_why}")
   replace_rule("pe.partial_eval_jaxpr_custom_rules",
@@ -186,8 +197,6 @@ def _table() -> Sequence[Replacement]:
     add("ad.primitive_transposes[platform_index_p]",
         Item(ad.primitive_transposes, internals.platform_index_p),
         rules.platform_index_transpose, index_why)
-  replace_rule("checkify.error_checks", checkify.error_checks, rules.checkify,
-               why)
   why_effects = "defers errors of the effects of branches"
   replace(f"pe.custom_partial_eval_rules[{ad_checkpoint.remat_p}]",
           Item(pe.custom_partial_eval_rules, ad_checkpoint.remat_p),
@@ -217,21 +226,6 @@ def _table() -> Sequence[Replacement]:
     replace_rule("pe.dce_rules", pe.dce_rules, rules.dce, "keeps compute_on")
     replace_rule("core.custom_typechecks", core.custom_typechecks,
                  rules.ignores_platforms, "does not know platforms")
-    from jax.experimental import shard_map
-    # It has rules for conditionals since JAX 0.4.36:
-    # https://github.com/jax-ml/jax/commit/dfabcb027d.
-    if cond_p in shard_map._check_rules:
-      replace_rule("shard_map._check_rules", shard_map._check_rules,
-                   rules.shard_map_check, "knows platforms and deferred errors")
-      replace_rule("shard_map._rewrite_rules", shard_map._rewrite_rules,
-                   rules.shard_map_rewrite, "keeps platforms, defers errors")
-    for primitive in (deferral.deferred_error_p, pinning.pinned_p):
-      add(f"shard_map._check_rules[{primitive}]",
-          Item(shard_map._check_rules, primitive), rules.check_own,
-          "a rule of our own")
-      add(f"shard_map._rewrite_rules[{primitive}]",
-          Item(shard_map._rewrite_rules, primitive),
-          functools.partial(rules.rewrite_own, primitive), "a rule of our own")
 
   if internals.has_graph_conversion():
     for primitive, convert in (
@@ -293,7 +287,87 @@ def _table() -> Sequence[Replacement]:
           "stages a conditional with platforms, branches told by identity")
   # Rules of our own stand there before anything needs them, and the two that
   # mark conditionals come last. It is undone in the opposite order.
+  return _additions_first(made)
+
+
+def _additions_first(made: Iterable[Replacement]) -> Sequence[Replacement]:
   return tuple(sorted(made, key=lambda r: not r.is_addition))
+
+
+_RULE_WHY = "keeps platforms, passes over each branch once, defers errors"
+
+
+def _checkify_table(checkify) -> Iterator[Replacement]:
+  from jax_cond_patch import rules
+  from jax_cond_patch.compat import internals
+  yield Replacement(
+      "checkify.error_checks[cond_p]",
+      Item(checkify.error_checks, internals.cond_p), rules.checkify, _RULE_WHY)
+
+
+def _shard_map_table(shard_map) -> Iterator[Replacement]:
+  from jax_cond_patch import deferral
+  from jax_cond_patch import pinning
+  from jax_cond_patch import rules
+  from jax_cond_patch.compat import internals
+  for name, make, own_rule in (
+      ("_check_rules", rules.shard_map_check, rules.check_own),
+      ("_rewrite_rules", rules.shard_map_rewrite, rules.rewrite_own)):
+    rules_table = getattr(shard_map, name)
+    # It has rules for conditionals since JAX 0.4.36:
+    # https://github.com/jax-ml/jax/commit/dfabcb027d.
+    if internals.cond_p in rules_table:
+      yield Replacement(
+          f"shard_map.{name}[cond_p]", Item(rules_table, internals.cond_p),
+          make, "keeps platforms, defers errors")
+    for primitive in (deferral.deferred_error_p, pinning.pinned_p):
+      rule = functools.partial(own_rule, primitive)
+      yield Replacement(
+          f"shard_map.{name}[{primitive}]", Item(rules_table, primitive),
+          lambda rule=rule: rule, "a rule of our own", is_addition=True)
+
+
+@functools.cache
+def _late_tables() -> dict[str, Callable[[Any], Iterator[Replacement]]]:
+  """Tables for modules that `import jax` does not import, by their names.
+
+  Their import takes as long as that of all of this package.
+  """
+  from jax_cond_patch.compat import internals
+  tables = {"jax._src.checkify": _checkify_table}
+  if not internals.native:
+    tables["jax.experimental.shard_map"] = _shard_map_table
+  return tables
+
+
+class _LateFinder:
+  """Replaces what is to be replaced in a module once it is imported."""
+
+  def find_spec(self, name, path=None, target=None):
+    if name not in _late_tables():
+      return None
+    for finder in sys.meta_path:
+      if finder is not self and hasattr(finder, "find_spec"):
+        spec = finder.find_spec(name, path, target)
+        if spec is not None:
+          self._extend(name, spec.loader)
+          return spec
+    return None
+
+  def _extend(self, name: str, loader) -> None:
+    execute = loader.exec_module
+    def exec_module(module):
+      execute(module)
+      with _lock:
+        if is_active():
+          late = _put_in(_additions_first(_late_tables()[name](module)))
+          # See `_early_table`.
+          additions = sum(r.is_addition for r, _, _ in _undo)
+          _undo[additions:additions] = late
+    loader.exec_module = exec_module
+
+
+_finder = _LateFinder()
 
 
 _lock = threading.RLock()
@@ -339,15 +413,14 @@ def _check_jax() -> str | None:
   Returns:
     A warning that this JAX is patched but not tested, or None.
   """
-  found = releases.installed()
   supported = f"the supported releases are {releases.supported()}"
+  error = _import_error()
+  found = releases.installed()
   if found is None:
     raise UnsupportedJaxVersionError(
         "jax_cond_patch cannot patch JAX: no JAX is installed. Install one: "
         f"{supported}. See docs/pages/errors.md#unknown-jax.")
-  try:
-    import jax  # noqa: F401
-  except Exception as error:  # JAX raises what it likes for a wrong jaxlib.
+  if error is not None:
     jaxlib = releases.installed("jaxlib")
     raise UnsupportedJaxVersionError(
         f"jax_cond_patch cannot patch JAX: JAX {found} with "
@@ -376,6 +449,14 @@ def _check_jax() -> str | None:
   return (f"jax_cond_patch is not tested on JAX {found}: {supported}. JAX is "
           f"patched nevertheless; set {_UNTESTED}=0 to leave it as it is. See "
           "docs/pages/errors.md#untested-jax.")
+
+
+def _import_error() -> Exception | None:
+  try:
+    import jax  # noqa: F401
+  except Exception as error:  # JAX raises what it likes for a wrong jaxlib.
+    return error
+  return None
 
 
 def _differences() -> list[str]:
@@ -429,17 +510,14 @@ def _activate(pin: Sequence[str] | None, defer: bool | None,
       return
     warning = _check_jax()
     _choose_deferral(defer)
-    prepared = _prepare(table())
-    undo: list[tuple[Replacement, Any, Any]] = []
+    undo = _put_in(_table())
     try:
-      for replacement, original, new in prepared:
-        replacement.place.set(new)
-        undo.append((replacement, original, new))
       _forget()
     except BaseException:
       _restore(undo)
       raise
     _undo.extend(undo)
+    sys.meta_path.insert(0, _finder)
     _hide_own_frames()
     _reason = warning or "activated"
     if pin is not None:
@@ -474,6 +552,20 @@ def _choose_deferral(defer: bool | None) -> None:
   _defer = deferral.enabled = defer
   if is_active():
     _clear_caches()
+
+
+def _put_in(replacements: Sequence[Replacement]
+            ) -> list[tuple[Replacement, Any, Any]]:
+  """Puts in all replacements or none, and returns what undoes it."""
+  undo: list[tuple[Replacement, Any, Any]] = []
+  try:
+    for replacement, original, new in _prepare(replacements):
+      replacement.place.set(new)
+      undo.append((replacement, original, new))
+  except BaseException:
+    _restore(undo)
+    raise
+  return undo
 
 
 def _prepare(replacements: Sequence[Replacement]
@@ -528,6 +620,8 @@ def deactivate() -> None:
             "docs/pages/errors.md#replaced-again.")
     if not _undo:
       return
+    if _finder in sys.meta_path:
+      sys.meta_path.remove(_finder)
     # In steps, since other threads may be in JAX. First those that mark
     # conditionals: tracing, then lowering, which marks what it has resolved.
     # What knows the marks follows when none is left, and then, when nothing

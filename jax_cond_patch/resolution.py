@@ -459,11 +459,11 @@ def _forwarded(eqn: core.JaxprEqn) -> dict[core.Var, core.Atom]:
 def no_branch(branches_platforms, missing: Sequence[str], source_info) -> str:
   """The message that a platform conditional has no branch for platforms."""
   return (
-      f"platform_dependent has no branch for {platforms_lib.quote(missing)}, for "
-      "which this program is lowered; it has branches for "
+      f"platform_dependent has no branch for {platforms_lib.quote(missing)}, "
+      "for which this program is lowered; it has branches for "
       f"{platforms_lib.describe(branches_platforms)}. It is called at "
-      f"{internals.user_location(source_info)}. Add a branch `{missing[0]}=` or "
-      "`default=`. See docs/pages/errors.md#no-branch.")
+      f"{internals.user_location(source_info)}. Add a branch `{missing[0]}=` "
+      "or `default=`. See docs/pages/errors.md#no-branch.")
 
 
 def _kernel_platform(eqn: core.JaxprEqn, platform: str) -> Platform | None:

@@ -64,6 +64,34 @@ class FreshInterpreterTest(tu.JcpTestCase):
   def test_import_order(self, imports):
     self.assertRuns(f"{imports}\nassert is_patched(lower())")
 
+  @parameterized.parameters("before", "after")
+  def test_modules_that_jax_imports_late(self, when):
+    """Their rules are replaced when they are imported, and put back."""
+    self.assertRuns(f"""
+        import sys
+        import jax
+        if {when!r} == "before":
+          from jax._src import checkify
+          from jax.experimental import shard_map
+        finders = list(sys.meta_path)
+        import jax_cond_patch
+        from jax_cond_patch import activation
+        if {when!r} == "after":
+          assert "jax._src.checkify" not in sys.modules
+        def ours():
+          return [r.place.get().__module__.startswith("jax_cond_patch")
+                  for r in activation.table()
+                  if r.name.startswith(("checkify", "shard_map"))]
+        assert ours() and all(ours())
+        status = jax_cond_patch.status()
+        assert set(status.replaced) == {{r.name for r in activation.table()}}
+        jax_cond_patch.deactivate()
+        assert not any(ours())
+        assert [f for f in sys.meta_path if f in finders] == sys.meta_path
+        jax_cond_patch.activate()
+        assert all(ours())
+        """)
+
   def test_function_imported_before(self):
     self.assertRuns("""
         import jax
@@ -161,24 +189,13 @@ class FreshInterpreterTest(tu.JcpTestCase):
     """An environment with a module `pretend` that holds some code."""
     path = self.create_tempdir().full_path
     with open(os.path.join(path, "pretend.py"), "w") as file:
-      file.write(textwrap.dedent("""
-          import importlib.metadata
-          from importlib.metadata import PackageNotFoundError
-          versions = {}
-          _version = importlib.metadata.version
-          def version(name):
-            found = versions.get(name) or _version(name)
-            if found == "none":
-              raise PackageNotFoundError(name)
-            return found
-          importlib.metadata.version = version
-          """) + textwrap.dedent(code))
+      file.write(textwrap.dedent(code))
     return dict(PYTHONPATH=os.pathsep.join(
         [path, os.environ.get("PYTHONPATH", "")]))
 
   @parameterized.parameters("0.4.20", "0.6.0.dev20250401")
   def test_jax_that_is_not_in_the_table(self, version):
-    code = f"versions['jax'] = {version!r}"
+    code = f"import jax; jax.__version__ = {version!r}"
     self.assertUnsupported(
         f"JAX {version} is installed, and the supported releases are 0.4.21 to",
         code)
@@ -186,8 +203,8 @@ class FreshInterpreterTest(tu.JcpTestCase):
 
   def test_newer_jax(self):
     code = """
-        versions["jax"] = "0.99.0.dev20300101+cuda"
-        import sys, types
+        import jax, sys, types
+        jax.__version__ = "0.99.0.dev20300101+cuda"
         sys.modules["jax_cond_patch.compat.structure"] = types.SimpleNamespace(
             differences=lambda replaced: [%s])
         """
@@ -202,19 +219,26 @@ class FreshInterpreterTest(tu.JcpTestCase):
   def test_untested_of_another_value(self, value):
     result = tu.run_python(
         "import pretend, jax_cond_patch", JAX_COND_PATCH_UNTESTED=value,
-        **self.pretending("versions['jax'] = '0.99.3'"))
+        **self.pretending("import jax; jax.__version__ = '0.99.3'"))
     self.assertNotEqual(result.returncode, 0)
     self.assertIn("JAX_COND_PATCH_UNTESTED is", result.stderr)
 
   def test_newer_jax_that_lacks_something(self):
     self.assertUnsupported("mlir.lower_per_platform is gone", """
-        versions["jax"] = "0.99.3"
+        import jax
+        jax.__version__ = "0.99.3"
         from jax._src.interpreters import mlir
         del mlir.lower_per_platform
         """)
 
   def test_no_jax(self):
-    self.assertUnsupported("no JAX is installed", "versions['jax'] = 'none'")
+    self.assertUnsupported("no JAX is installed", """
+        import importlib.metadata, sys
+        def version(name):
+          raise importlib.metadata.PackageNotFoundError(name)
+        importlib.metadata.version = version
+        sys.modules["jax"] = None
+        """)
 
   def test_jaxlib_that_does_not_fit(self):
     path = self.create_tempdir().full_path
@@ -226,7 +250,6 @@ class FreshInterpreterTest(tu.JcpTestCase):
         "with jaxlib 0.0.1 cannot be imported", f"""
         import sys
         sys.path.insert(0, {path!r})
-        versions["jaxlib"] = "0.0.1"
         """)
 
   def test_missing_name(self):

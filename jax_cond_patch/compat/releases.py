@@ -1,10 +1,8 @@
 """The JAX releases that are supported. Imports neither JAX nor ours."""
 from __future__ import annotations
 
-import importlib.metadata
+import sys
 import typing
-
-from packaging import version as packaging_version
 
 # In the added era JAX has no param on `cond_p` that names platforms, and this
 # package adds `platforms`. In the native era JAX has `branches_platforms`,
@@ -88,25 +86,37 @@ def find(jax_version: str) -> Release | None:
 
   A local version (`0.6.0+cuda12`) is a build of the release.
   """
-  public = packaging_version.parse(jax_version).public
   for release in RELEASES:
-    if packaging_version.parse(release.jax) == packaging_version.parse(public):
+    if release.jax == jax_version:
+      return release
+  public = _parse(_parse(jax_version).public)
+  for release in RELEASES:
+    if _parse(release.jax) == public:
       return release
   return None
 
 
+def _parse(version: str):
+  # Imported here for the time that it takes; most versions stand in the table.
+  from packaging import version as packaging_version
+  return packaging_version.parse(version)
+
+
 def is_newer(jax_version: str) -> bool:
   """Whether this version of JAX comes after all the supported releases."""
-  newest = max(packaging_version.parse(release.jax) for release in RELEASES)
-  parsed = packaging_version.parse(jax_version)
-  return packaging_version.parse(parsed.public) > newest
+  newest = max(_parse(release.jax) for release in RELEASES)
+  return _parse(_parse(jax_version).public) > newest
 
 
 def installed(distribution: str = "jax") -> str | None:
   """Returns the version of the JAX that is installed, or None.
 
-  `jax.__version__` is not read, since this must not import JAX.
+  It is asked itself if it is imported, but this does not import it.
   """
+  version = getattr(sys.modules.get(distribution), "__version__", None)
+  if version is not None:
+    return version
+  import importlib.metadata  # It takes longer than all the rest.
   try:
     return importlib.metadata.version(distribution)
   except importlib.metadata.PackageNotFoundError:
@@ -116,5 +126,5 @@ def installed(distribution: str = "jax") -> str | None:
 def supported() -> str:
   """Names the supported versions, for a message."""
   versions = sorted(
-      (release.jax for release in RELEASES), key=packaging_version.parse)
+      (release.jax for release in RELEASES), key=_parse)
   return f"{versions[0]} to {versions[-1]}"
