@@ -3,6 +3,8 @@
 `import jax_cond_patch` patches the JAX that runs, so that code for a platform
 that a program is not lowered for cannot break it, change it or slow it down.
 """
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from jax_cond_patch.activation import Status as Status
 from jax_cond_patch.activation import activate as activate
 from jax_cond_patch.activation import activate_on_import as _activate_on_import
@@ -21,11 +23,22 @@ from jax_cond_patch.errors import (
     UnsupportedJaxVersionWarning as UnsupportedJaxVersionWarning)
 from jax_cond_patch.errors import (
     UntestedJaxVersionWarning as UntestedJaxVersionWarning)
-from jax_cond_patch.explain import Explanation as Explanation
-from jax_cond_patch.explain import explain as explain
 from jax_cond_patch.runner import is_launching as _is_launching
 
+if _TYPE_CHECKING:
+  from jax_cond_patch.explanation import Explanation as Explanation
+  from jax_cond_patch.explanation import explain as explain
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+  # Imported when it is used, for the time that it takes.
+  if name in ("Explanation", "explain"):
+    from jax_cond_patch import explanation
+    return getattr(explanation, name)
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 if not (_is_launching() or _is_command_for_sources()):
   _activate_on_import()

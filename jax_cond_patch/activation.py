@@ -216,6 +216,9 @@ def _early_table() -> Sequence[Replacement]:
               rules.while_batching, why_effects)
   if cond_p in internals.remat_rules():
     replace_rule("remat.rules", internals.remat_rules(), rules.remat, why)
+  if internals.has_closed_jaxprs:
+    replace_rule("pe.dce_rules", pe.dce_rules, rules.dce,
+                 "keeps compute_on, closes equal jaxprs to the same one")
   if internals.has_strict_to_lojax():
     replace("cond_p.to_lojax", Attribute(cond_p, "to_lojax"),
             rules.passes_platforms, "keeps platforms")
@@ -223,7 +226,6 @@ def _early_table() -> Sequence[Replacement]:
     if "bind" in vars(cond_p):
       replace("cond_p.bind", Attribute(cond_p, "bind"), rules.cond_bind,
               "keeps platforms")
-    replace_rule("pe.dce_rules", pe.dce_rules, rules.dce, "keeps compute_on")
     replace_rule("core.custom_typechecks", core.custom_typechecks,
                  rules.ignores_platforms, "does not know platforms")
 
@@ -334,7 +336,8 @@ def _late_tables() -> dict[str, Callable[[Any], Iterator[Replacement]]]:
   Their import takes as long as that of all of this package.
   """
   from jax_cond_patch.compat import internals
-  tables = {"jax._src.checkify": _checkify_table}
+  tables: dict[str, Callable[[Any], Iterator[Replacement]]] = {
+      "jax._src.checkify": _checkify_table}
   if not internals.native:
     tables["jax.experimental.shard_map"] = _shard_map_table
   return tables
@@ -413,13 +416,12 @@ def _check_jax() -> str | None:
   Returns:
     A warning that this JAX is patched but not tested, or None.
   """
-  supported = f"the supported releases are {releases.supported()}"
   error = _import_error()
   found = releases.installed()
   if found is None:
     raise UnsupportedJaxVersionError(
         "jax_cond_patch cannot patch JAX: no JAX is installed. Install one: "
-        f"{supported}. See docs/pages/errors.md#unknown-jax.")
+        f"{_supported()}. See docs/pages/errors.md#unknown-jax.")
   if error is not None:
     jaxlib = releases.installed("jaxlib")
     raise UnsupportedJaxVersionError(
@@ -434,21 +436,25 @@ def _check_jax() -> str | None:
   if untested is False or (untested is None and not releases.is_newer(found)):
     raise UnsupportedJaxVersionError(
         f"jax_cond_patch cannot patch JAX: JAX {found} is installed, and "
-        f"{supported}. JAX is left as it is. Install one of these, or a newer "
-        f"jax_cond_patch, or set {_UNTESTED}=1 to try it. See "
+        f"{_supported()}. JAX is left as it is. Install one of these, or a "
+        f"newer jax_cond_patch, or set {_UNTESTED}=1 to try it. See "
         "docs/pages/errors.md#unknown-jax.")
   if untested is None:
     changes = _differences()
     if changes:
       raise UnsupportedJaxVersionError(
           f"jax_cond_patch cannot patch JAX: JAX {found} is installed, "
-          f"{supported}, and it has changed: {'; '.join(changes)}. JAX is left "
-          "as it is. Install a supported release, or a newer jax_cond_patch, "
-          f"or set {_UNTESTED}=1 to try it. See "
+          f"{_supported()}, and it has changed: {'; '.join(changes)}. JAX is "
+          "left as it is. Install a supported release, or a newer "
+          f"jax_cond_patch, or set {_UNTESTED}=1 to try it. See "
           "docs/pages/errors.md#unknown-jax.")
-  return (f"jax_cond_patch is not tested on JAX {found}: {supported}. JAX is "
-          f"patched nevertheless; set {_UNTESTED}=0 to leave it as it is. See "
-          "docs/pages/errors.md#untested-jax.")
+  return (f"jax_cond_patch is not tested on JAX {found}: {_supported()}. JAX "
+          f"is patched nevertheless; set {_UNTESTED}=0 to leave it as it is. "
+          "See docs/pages/errors.md#untested-jax.")
+
+
+def _supported() -> str:
+  return f"the supported releases are {releases.supported()}"
 
 
 def _import_error() -> Exception | None:

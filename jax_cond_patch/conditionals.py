@@ -14,13 +14,13 @@ from jax_cond_patch import deferral
 from jax_cond_patch import platforms as platforms_lib
 from jax_cond_patch import resolution
 from jax_cond_patch.compat import internals
-from jax_cond_patch.explain import Branch
-from jax_cond_patch.explain import Conditional
-from jax_cond_patch.explain import Count
-from jax_cond_patch.explain import Deferred
-from jax_cond_patch.explain import Explanation
-from jax_cond_patch.explain import Failure
-from jax_cond_patch.explain import Location
+from jax_cond_patch.explanation import Branch
+from jax_cond_patch.explanation import Conditional
+from jax_cond_patch.explanation import Count
+from jax_cond_patch.explanation import Deferred
+from jax_cond_patch.explanation import Explanation
+from jax_cond_patch.explanation import Failure
+from jax_cond_patch.explanation import Location
 
 
 def explain(fun: Callable, args: Sequence, platforms: tuple[str, ...]

@@ -93,8 +93,7 @@ def needs(jaxpr) -> Needs:
   for eqn in internals.open_jaxpr(jaxpr).eqns:
     if eqn.primitive in (internals.platform_index_p, pinning.pinned_p):
       resolvable = True
-    jaxprs = [*internals.jaxprs_in_params(eqn.params),
-              *internals.index_maps(eqn)]
+    jaxprs = internals.jaxprs_in_params(eqn.params) + internals.index_maps(eqn)
     if not jaxprs:
       continue
     resolvable |= any([needs(j).resolvable for j in jaxprs])
@@ -205,8 +204,10 @@ class _Resolver:
     for eqn in jaxpr.eqns:
       here = self.renamed(eqn, read, caller)
       outs = self.eqn(here)
-      env.update((v, outs.get(w, w)) for v, w in zip(eqn.outvars, here.outvars)
-                 if v is not w or w in outs)
+      if here is not eqn or outs:
+        for v, w in zip(eqn.outvars, here.outvars):
+          if v is not w or w in outs:
+            env[v] = outs.get(w, w)
     return [read(x) for x in jaxpr.outvars]
 
   def renamed(self, eqn: core.JaxprEqn, read: Callable,
@@ -220,10 +221,13 @@ class _Resolver:
       return eqn.replace(invars=invars, effects=effects)
     outvars = [v if isinstance(v, core.DropVar) else self.new_var(v.aval)
                for v in eqn.outvars]
-    name_stack = caller.source_info.name_stack + eqn.source_info.name_stack
+    source_info, name_stack = eqn.source_info, caller.source_info.name_stack
+    if name_stack.stack:
+      source_info = source_info.replace(
+          name_stack=name_stack + source_info.name_stack)
     changes: dict[str, Any] = dict(
         invars=invars, outvars=outvars, effects=effects,
-        source_info=eqn.source_info.replace(name_stack=name_stack))
+        source_info=source_info)
     if internals.compute_type(caller) and not internals.compute_type(eqn):
       changes["ctx"] = caller.ctx
     return eqn.replace(**changes)
@@ -262,7 +266,8 @@ class _Resolver:
 
   def emit(self, eqn: core.JaxprEqn) -> None:
     self.eqns.append(eqn)
-    self.definitions.update(dict.fromkeys(eqn.outvars, eqn))
+    for v in eqn.outvars:
+      self.definitions[v] = eqn
 
   def known(self, eqn: core.JaxprEqn, jaxpr, operands: Sequence | None,
             platforms: tuple[Platform, ...]) -> tuple[Known, ...]:

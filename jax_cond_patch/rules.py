@@ -797,10 +797,11 @@ def partial_eval_custom(rule: Callable) -> Callable:
 
 
 def dce(rule: Callable) -> Callable:
-  """For the rule for dead code, which returns an equation.
+  """For the rule for dead code up to JAX 0.10, which returns an equation.
 
   It keeps the params, but up to JAX 0.5.0 not the context:
-  https://github.com/jax-ml/jax/commit/bc1a706688.
+  https://github.com/jax-ml/jax/commit/bc1a706688. And it closes the jaxprs of
+  the branches, which JAX's caches know, to others that they do not know.
   """
   def dce_rule(used_outputs, eqn):
     used_inputs, new_eqn = rule(used_outputs, eqn)
@@ -814,8 +815,9 @@ def _marked(new_eqn, eqn):
   platforms = eqn.params.get(internals.PLATFORMS)
   if new_eqn is None or new_eqn.primitive is not cond_p or platforms is None:
     return new_eqn
-  new_eqn = new_eqn.replace(
-      params={**new_eqn.params, internals.PLATFORMS: platforms})
+  branches = tuple(map(sharing.closed, new_eqn.params["branches"]))
+  new_eqn = new_eqn.replace(params={
+      **new_eqn.params, "branches": branches, internals.PLATFORMS: platforms})
   return new_eqn.replace(ctx=eqn.ctx) if hasattr(eqn, "ctx") else new_eqn
 
 

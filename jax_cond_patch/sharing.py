@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Any
+import weakref
 
 from jax._src import core
 import numpy as np
@@ -87,6 +88,22 @@ def _param(x) -> Hashable:
   if isinstance(x, np.generic):
     return type(x), x.tobytes()
   return type(x), x
+
+
+# The last closed jaxpr that was made of a jaxpr.
+_closed: weakref.WeakKeyDictionary[core.Jaxpr, weakref.ref] = (
+    weakref.WeakKeyDictionary())
+
+
+def closed(jaxpr):
+  """Returns one closed jaxpr for all that close the same jaxpr."""
+  if isinstance(jaxpr, core.Jaxpr):
+    return jaxpr
+  last = _closed.get(jaxpr.jaxpr, lambda: None)()
+  if last is not None and not last.consts and not jaxpr.consts:
+    return last
+  _closed[jaxpr.jaxpr] = weakref.ref(jaxpr)
+  return jaxpr
 
 
 class _Call:

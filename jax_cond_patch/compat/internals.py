@@ -113,12 +113,13 @@ def is_concrete(x) -> bool:
   return not isinstance(x, core.Tracer)
 
 
-def map_jaxpr(fun: Callable, jaxpr):
-  """Applies a function of a `core.Jaxpr` below a `ClosedJaxpr`, if it is one.
+# JAX 0.11 merged the two classes:
+# https://github.com/jax-ml/jax/commit/10ae8c8be1.
+has_closed_jaxprs = getattr(core, "ClosedJaxpr", core.Jaxpr) is not core.Jaxpr
 
-  JAX 0.11 merged the two classes:
-  https://github.com/jax-ml/jax/commit/10ae8c8be1.
-  """
+
+def map_jaxpr(fun: Callable, jaxpr):
+  """Applies a function to the `core.Jaxpr` of a `ClosedJaxpr`, if it is one."""
   if isinstance(jaxpr, core.Jaxpr):
     return fun(jaxpr)
   mapped = fun(jaxpr.jaxpr)
@@ -127,9 +128,11 @@ def map_jaxpr(fun: Callable, jaxpr):
   return core.ClosedJaxpr(mapped, jaxpr.consts)
 
 
+_JAXPR_TYPES = (core.Jaxpr, getattr(core, "ClosedJaxpr", core.Jaxpr))
+
+
 def is_jaxpr(x) -> bool:
-  closed_jaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
-  return isinstance(x, (core.Jaxpr, closed_jaxpr))
+  return isinstance(x, _JAXPR_TYPES)
 
 
 def open_jaxpr(jaxpr) -> core.Jaxpr:
@@ -139,9 +142,13 @@ def open_jaxpr(jaxpr) -> core.Jaxpr:
 
 def jaxprs_in_params(params: dict[str, Any]) -> list:
   """As `core.jaxprs_in_params`, but with the constants of the jaxprs."""
-  return [x for param in params.values()
-          for x in (param if isinstance(param, (tuple, list)) else (param,))
-          if is_jaxpr(x)]
+  found: list = []
+  for param in params.values():  # of every equation: it is to be fast
+    if isinstance(param, (tuple, list)):
+      found.extend(x for x in param if isinstance(x, _JAXPR_TYPES))
+    elif isinstance(param, _JAXPR_TYPES):
+      found.append(param)
+  return found
 
 
 def jaxpr_of(eqn: core.JaxprEqn, like: core.Jaxpr):
@@ -166,7 +173,8 @@ def rename_input_effects(effects, rename: Callable):
   Up to JAX 0.10.1 they count the equation's inputs instead:
   https://github.com/jax-ml/jax/commit/7da2a6cb29.
   """
-  if not any(isinstance(getattr(e, "input", None), core.Var) for e in effects):
+  if not effects or not any(
+      isinstance(getattr(e, "input", None), core.Var) for e in effects):
     return effects
   return {e.replace(rename(e.input))
           if isinstance(getattr(e, "input", None), core.Var) else e
@@ -328,7 +336,9 @@ def is_kernel(eqn: core.JaxprEqn) -> bool:
 
 def index_maps(eqn: core.JaxprEqn) -> list:
   """The jaxprs that say which block a kernel works on."""
-  grid_mapping = eqn.params.get("grid_mapping")
+  if "grid_mapping" not in eqn.params:
+    return []
+  grid_mapping = eqn.params["grid_mapping"]
   # Up to JAX 0.4.30 an operand that is not cut into blocks has none.
   return [m.index_map_jaxpr
           for m in getattr(grid_mapping, "block_mappings", ()) if m is not None]
