@@ -228,9 +228,9 @@ class Tree:
     found_version = f"JAX {self.version or 'of an unknown version'}"
     if closest is None:
       raise CheckoutError(
-          f"There are no diffs for what is in {self.path}: it is {found_version}"
-          f", and there are diffs for {supported()}. Check out the tag of one "
-          f"of these. {_DOCS}")
+          f"There are no diffs for what is in {self.path}: it is "
+          f"{found_version}, and there are diffs for {supported()}. Check out "
+          f"the tag of one of these. {_DOCS}")
     differ, series = closest
     tag = next(r for r in series.releases if r.release == self.version).tag
     raise CheckoutError(

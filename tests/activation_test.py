@@ -293,7 +293,7 @@ class FreshInterpreterTest(tu.JcpTestCase):
           failing = [*table]
           failing[i] = dataclasses.replace(
               replacement, place=Failing(replacement.place))
-          activation.table = lambda: failing
+          activation._table = lambda: failing
           try:
             jax_cond_patch.activate()
           except KeyboardInterrupt:

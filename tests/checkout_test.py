@@ -131,8 +131,8 @@ class CheckoutTest(parameterized.TestCase):
     self.assertEqual(git(self.repo, "rev-parse", "HEAD"), first)
 
   def test_works_without_a_name_for_git(self):
-    with mock.patch.dict(os.environ, HOME=str(self.tmp), GIT_CONFIG_NOSYSTEM="1",
-                         GIT_CONFIG_GLOBAL=os.devnull):
+    with mock.patch.dict(os.environ, HOME=str(self.tmp),
+                         GIT_CONFIG_NOSYSTEM="1", GIT_CONFIG_GLOBAL=os.devnull):
       checkout.apply(self.repo)
     self.assertEqual(read(self.repo), PATCHED)
 
@@ -177,7 +177,8 @@ class CheckoutTest(parameterized.TestCase):
     commit(self.repo, "more")
     checkout.apply(self.repo, reverse=True)
     self.assertEqual(read(self.repo), {**BASE, "jax/_src/c.py": "c = 2\n"})
-    self.assertEqual(git(self.repo, "log", "-1", "--format=%s"), "Revert: First")
+    self.assertEqual(
+        git(self.repo, "log", "-1", "--format=%s"), "Revert: First")
     self.assertEqual(git(self.repo, "rev-parse", "HEAD~5^{tree}"), base)
 
   @parameterized.parameters("jax/_src/a.py", "jax/_src/c.py")

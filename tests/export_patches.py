@@ -1,7 +1,7 @@
 """Exports the series in `patches` from a clone of JAX, or checks them.
 
-  python tests/export_patches.py CLONE SERIES ...          writes patches/SERIES/
-  python tests/export_patches.py --check CLONE SERIES ...  compares, byte for byte
+  python tests/export_patches.py CLONE SERIES ...          writes
+  python tests/export_patches.py --check CLONE SERIES ...  compares the bytes
 
 A series is the commits on the branch `jax_cond_patch/SERIES` of the clone that
 come after the tag of its base. The check needs no branch: it puts the diffs on
@@ -44,7 +44,8 @@ def git(clone: pathlib.Path, *args: str, **kwargs) -> str:
 def base_of(clone: pathlib.Path, series: checkout.Series) -> str:
   release = series.releases[0]
   return git(clone, "rev-parse", "--verify",
-             (release.commit or f"jax-v{release.release}") + "^{commit}").strip()
+             (release.commit or f"jax-v{release.release}") + "^{commit}"
+             ).strip()
 
 
 def export(clone: pathlib.Path, commits: str, folder: pathlib.Path) -> None:

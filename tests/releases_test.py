@@ -83,13 +83,12 @@ class TableTest(tu.JcpTestCase):
         parametrize=parametrize)
     with mock.patch.dict(sys.modules, nox=nox), mock.patch.dict("os.environ"):
       runpy.run_path(str(ROOT / "noxfile.py"))
-    self.assertIn("releases", made)
     for names, values, ids in made.values():
       self.assertEqual(names, "python,release")
-      self.assertEqual(
+      self.assertSequenceEqual(
           [(python, tuple(release)) for python, release in values],
-          [(r.python, tuple(r)) for r in releases.RELEASES])
-      self.assertEqual(ids, VERSIONS)
+          [(r.python, tuple(r)) for r in releases.RELEASES if r.jax in ids])
+    self.assertEqual(made["releases"][-1], VERSIONS)
 
   def test_ci(self):
     script = (ROOT / ".ci/run").read_text()
