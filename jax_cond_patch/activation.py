@@ -392,7 +392,7 @@ def has_patches() -> bool:
   try:
     return importlib.util.find_spec(
         "jax._src.interpreters.platforms") is not None
-  except ModuleNotFoundError:  # There is no JAX.
+  except Exception:  # There is no JAX, or it can't be imported: `_check_jax`.
     return False
 
 
