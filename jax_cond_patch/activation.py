@@ -229,6 +229,11 @@ def _early_table() -> Sequence[Replacement]:
     replace_rule("core.custom_typechecks", core.custom_typechecks,
                  rules.ignores_platforms, "does not know platforms")
 
+  # Where there is a rule for linearization, it knows references.
+  if cond_p not in getattr(ad, "primitive_linearizations", ()):
+    replace("ad.primitive_jvps[run_state_p]",
+            Item(ad.primitive_jvps, discharge.run_state_p),
+            rules.run_state_jvp, "branches may read and write references")
   if internals.has_graph_conversion():
     for primitive, convert in (
         (cond_p, jax2tf.cond),

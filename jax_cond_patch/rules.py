@@ -909,6 +909,42 @@ def linearize(rule: Callable) -> Callable:
   return linearize_rule
 
 
+# A rule for run_state_p
+
+def run_state_jvp(rule: Callable) -> Callable:
+  """For the jvp of a function that has references of its own.
+
+  Up to JAX 0.7.0 reverse mode fails where a branch reads or writes one, which a
+  branch that is called may do. What becomes of a `run_state` when it is lowered
+  is differentiated there: a function of values.
+  """
+  def run_state_jvp_rule(primals, tangents, *, jaxpr, **params):
+    if not _has_references_in_branches(jaxpr) or any(
+        internals.is_ref(core.get_aval(x)) for x in primals):
+      return rule(primals, tangents, jaxpr=jaxpr, **params)
+    jvp_jaxpr, nonzero = ad.jvp_jaxpr(
+        internals.discharged(jaxpr),
+        [type(t) is not ad.Zero for t in tangents], False)
+    outs = core.jaxpr_as_fun(jvp_jaxpr)(
+        *primals, *(t for t in tangents if type(t) is not ad.Zero))
+    primals_out, tangents_out = outs[:len(nonzero)], iter(outs[len(nonzero):])
+    return primals_out, [
+        next(tangents_out) if nz else
+        ad.Zero(internals.tangent_aval(core.get_aval(x)))
+        for x, nz in zip(primals_out, nonzero)]
+
+  return run_state_jvp_rule
+
+
+def _has_references_in_branches(jaxpr) -> bool:
+  return any(
+      (eqn.primitive is cond_p and
+       eqn.params.get(internals.PLATFORMS) is not None and
+       any(map(internals.is_input_effect, eqn.effects))) or
+      any(map(_has_references_in_branches, core.jaxprs_in_params(eqn.params)))
+      for eqn in internals.open_jaxpr(jaxpr).eqns)
+
+
 # Rules for platform_index_p
 
 def platform_index_partial_eval_custom(saveable, unks_in, inst_in, eqn):

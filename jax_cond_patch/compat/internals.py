@@ -29,6 +29,7 @@ from jax._src.lax.control_flow import common
 from jax._src.lax.control_flow import conditionals
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import hlo
+from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 import numpy as np
 
@@ -210,6 +211,14 @@ def cotangent_aval(aval):
     if hasattr(aval, name):
       return getattr(aval, name)()
   return aval
+
+
+def discharged(jaxpr: core.Jaxpr):
+  """A jaxpr as a closed jaxpr of the values of its references.
+
+  Up to JAX 0.7.0; it is not needed on later ones.
+  """
+  return core.ClosedJaxpr(*discharge.discharge_state(jaxpr, ()))
 
 
 def loop_arity(eqn: core.JaxprEqn) -> tuple[int, int]:
