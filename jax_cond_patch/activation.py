@@ -699,22 +699,19 @@ _PATIENCE_SECONDS = 10
 def _forget() -> None:
   """Clears JAX's caches, also of what other threads are about to put there."""
   _clear_caches()
-  # What one of their calls puts there may be of use to another, so they are
-  # cleared all the time, and the calls that have begun meanwhile waited for.
-  for _ in range(2):
-    calls = _calls_of_jax()
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while calls:
-      if time.monotonic() > deadline:
-        _logger.warning(
-            "JAX is switched while other threads are in it: %s", ", ".join(
-                f"{f.f_code.co_filename}:{f.f_lineno}" for f in calls.values()))
-        break
-      time.sleep(.01)
-      _clear_caches()
-      now = _calls_of_jax()
-      calls = {thread: call for thread, call in calls.items()
-               if now.get(thread) is call}
+  calls = _calls_of_jax()
+  if not calls:
+    return
+  deadline = time.monotonic() + _PATIENCE_SECONDS
+  while calls and time.monotonic() < deadline:
+    time.sleep(.001)
+    now = _calls_of_jax()
+    calls = {thread: call for thread, call in calls.items()
+             if now.get(thread) is call}
+  for call in calls.values():
+    _logger.warning("JAX is switched while another thread is in it, at %s:%s",
+                    call.f_code.co_filename, call.f_lineno)
+  _clear_caches()
 
 
 def _calls_of_jax() -> dict[int, types.FrameType]:

@@ -103,43 +103,54 @@ class ThreadsTest(tu.JcpTestCase):
       text = f.lower(X).as_text()
       self.assertNotIn("case", text)
 
-  def test_forgets_what_others_are_tracing(self):
-    """A trace that a switch has overtaken is not used after it."""
+  def test_trace_that_a_switch_overtakes(self):
+    """It goes on as it began, and is not used after the switch."""
     in_trace, switched = threading.Event(), threading.Event()
-    branches = dict(cpu=tu.marked(1.25), default=tu.marked(2.25))
+    traced_in = []
 
     @jax.jit
     def f(x):
-      y = lax.platform_dependent(x, **branches)
+      y = lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+      traced_in.append(threading.current_thread())
       if threading.current_thread() is thread:
         in_trace.set()
-        # It waits for this thread, which it gives a while.
+        # The switch waits for this thread, once it has begun.
         switched.wait(1)
       return y
+
+    def export():
+      exported.append(tu.export(jax.jit(jax.grad(f)), platforms=PLATFORMS)(X))
 
     for switch in (jax_cond_patch.deactivate, jax_cond_patch.activate):
       in_trace.clear()
       switched.clear()
-      thread = threading.Thread(target=lambda: f.lower(X))
+      traced_in.clear()
+      exported: list = []
+      thread = threading.Thread(target=export)
       thread.start()
-      in_trace.wait()
+      in_trace.wait(60)
       try:
         switch()
         switched.set()
         thread.join()
-        text = f.lower(X).as_text()
+        export()
       finally:
         jax_cond_patch.activate()
-      self.assertEqual(
-          "case" in text, switch is jax_cond_patch.deactivate, text)
+      self.assertEqual(traced_in, [thread, threading.current_thread()])
+      self.assertLen(exported, 2)
+      for each in exported:
+        np.testing.assert_allclose(
+            tu.run_as(each, "cpu", X), np.cos(X), rtol=1e-5)
+        np.testing.assert_allclose(
+            tu.run_as(each, "tpu", X), -np.sin(X), rtol=1e-5)
 
   def test_fork_and_spawn(self):
     """Neither is half patched, also if the package is switched meanwhile."""
     result = tu.run_python("""
-        import concurrent.futures
         import multiprocessing
         import os
         import threading
+        import time
         import jax, jax_cond_patch
         from jax_cond_patch import activation
 
@@ -161,20 +172,23 @@ class ThreadsTest(tu.JcpTestCase):
             while not done:
               jax_cond_patch.deactivate()
               jax_cond_patch.activate()
+              time.sleep(.01)  # else the lock is hardly ever free
           thread = threading.Thread(target=switch)
           thread.start()
-          for _ in range(8):
-            pid = os.fork()
-            if not pid:
-              code = 1
-              try:
-                check()
-                code = 0
-              finally:
-                os._exit(code)
-            assert os.waitpid(pid, 0)[1] == 0
-          done = True
-          thread.join()
+          try:
+            for _ in range(8):
+              pid = os.fork()
+              if not pid:
+                code = 1
+                try:
+                  check()
+                  code = 0
+                finally:
+                  os._exit(code)
+              assert os.waitpid(pid, 0)[1] == 0
+          finally:
+            done = True
+            thread.join()
           check()
           # The code of `-c` is not there to be imported.
           process = multiprocessing.get_context("spawn").Process(
