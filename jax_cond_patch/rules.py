@@ -441,8 +441,8 @@ def _is_differentiable_eqn(eqn: core.JaxprEqn) -> bool:
   if jaxprs := internals.jaxprs_in_params(eqn.params):
     return (eqn.primitive.name in _DIFFERENTIABLE_WITH_JAXPRS and
             all(map(_is_differentiable, jaxprs)))
-  return (eqn.primitive in ad.primitive_jvps and
-          eqn.primitive in _lax_primitives())
+  return not eqn.invars or (eqn.primitive in ad.primitive_jvps and
+                            eqn.primitive in _lax_primitives())
 
 
 # They are as differentiable as their jaxprs are.

@@ -4,6 +4,7 @@ The Python blocks of a page run one after another, as one module; one that
 starts with `# name.py` is a file of that name as well, for the commands of the
 page. A text block is what the block before it prints.
 """
+import ast
 import contextlib
 import io
 import os
@@ -84,6 +85,32 @@ class DocsTest(parameterized.TestCase):
     page = (ROOT / "docs/pages/errors.md").read_text("utf-8")
     parts = re.findall(r"(?m)^## (.*)$", page)
     self.assertCountEqual(set(named), parts)
+
+  def test_every_error_names_its_part(self):
+    errors = re.compile("Error|Warning")
+    unnamed = []
+    for path in (ROOT / "jax_cond_patch").rglob("*.py"):
+      if path.name == "demo.py":
+        continue  # It raises the errors of a user's program.
+      for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        # What argparse shows is about the command line alone.
+        if (isinstance(node, ast.Call) and
+            errors.search(ast.unparse(node.func)) and
+            "Argument" not in ast.unparse(node.func)):
+          text = ast.unparse(node)
+          # JAX's own errors keep their text, and that of an error with another
+          # one in it ends with this.
+          if (re.search(r"['\"].* ", text) and not any(
+              s in text for s in ("docs/pages/errors.md#", "{error}",
+                                  "lax.platform_dependent"))):
+            unnamed.append(f"{path.name}:{node.lineno}")
+    self.assertEmpty(unnamed)
+
+  def test_every_error_has_cause_and_remedy(self):
+    page = (ROOT / "docs/pages/errors.md").read_text("utf-8")
+    for part in page.split("\n## ")[1:]:
+      self.assertIn("\n**Cause.**", part)
+      self.assertIn("\n**Remedy.**", part)
 
   def test_every_page_is_in_the_navigation(self):
     settings = (ROOT / "docs/mkdocs.yml").read_text("utf-8")
