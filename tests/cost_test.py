@@ -13,6 +13,7 @@ from jax.interpreters import mlir
 import jax.numpy as jnp
 import numpy as np
 
+import jax_cond_patch
 import jcp_test_util as tu
 
 config.parse_flags_with_absl()
@@ -63,6 +64,7 @@ TRANSFORMATIONS = dict(
     forward_mode=lambda f: lambda x, ws: jax.jvp(f, (x, ws), (x, ws)),
     vmap=lambda f: lambda x, ws: mapped(f)(jnp.stack([x, x]), ws),
     scan=scanned,
+    gradient_of_jit=lambda f: differentiated(jax.jit(lambda *args: f(*args))),
     gradient_of_scan=lambda f: differentiated(scanned(f)),
     gradient_of_remat=lambda f: differentiated(jax.checkpoint(f)))
 
@@ -101,6 +103,40 @@ class OperationsTest(tu.JcpTestCase):
     self.assertEqual(num_ops_of(8, 4), num_ops_of(4, 4))
     self.assertEqual(num_ops_of(4, 4) - num_ops_of(3, 3),
                      num_ops_of(3, 3) - num_ops_of(2, 2))
+
+
+class ResidualsTest(tu.JcpTestCase):
+
+  def heavy(self, x):
+    for _ in range(4):
+      x = jnp.sin(jnp.outer(x, x)).sum(1)
+    return x
+
+  def num_bytes(self, f):
+    """What the vjp of a jitted function holds."""
+    _, vjp = jax.vjp(jax.jit(lambda x: f(x)), np.ones(64, np.float32))
+    return sum(x.nbytes for x in jax.tree_util.tree_leaves(vjp))
+
+  @parameterized.parameters("default", "tpu")
+  def test_pinned(self, unreachable):
+    """A vjp holds what that of the branch holds that is called directly."""
+    def f(x):
+      return lax.platform_dependent(
+          x, cpu=jnp.sin, **{unreachable: self.heavy}).sum()
+    expected = self.num_bytes(lambda x: jnp.sin(x).sum())
+    self.addCleanup(jax_cond_patch.pin, None)
+    jax_cond_patch.pin("cpu")
+    self.assertEqual(self.num_bytes(f), expected)
+
+  def test_within_one_program(self):
+    """Where the platforms are known, nothing of the other branch is left."""
+    def gradient(f):
+      return jax.grad(jax.jit(lambda x: f(x).sum()))
+    x = np.ones(64, np.float32)
+    f = lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=self.heavy)
+    text = tu.lower(gradient(f), x, platforms=("cpu",))
+    self.assertNotIn("64x64", text)
+    self.assertEqual(text.count(" = "), num_ops(gradient(jnp.sin), x))
 
 
 def counted():
