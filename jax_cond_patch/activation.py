@@ -253,6 +253,12 @@ def _early_table() -> Sequence[Replacement]:
         Member(getattr(effects, name)._effect_types, pinning.PinnedEffect),
         pinning.PinnedEffect, "programs may be traced under a pin")
 
+  export = internals.export_module()
+  for name in ("_module_to_bytecode", "_serialize_module"):  # up to JAX 0.4.23
+    if hasattr(export, name):
+      replace(f"export.{name}", Attribute(export, name),
+              pinning.module_to_bytecode, "says the pin in what is exported")
+
   replace("mlir.jaxpr_subcomp", Attribute(mlir, "jaxpr_subcomp"),
           lowering.jaxpr_subcomp,
           "the same for what is traced while lowering")

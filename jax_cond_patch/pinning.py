@@ -8,13 +8,16 @@ program stays, through every transformation.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
+import re
 
 from jax._src import core
 from jax._src import dispatch
 from jax._src import effects
+from jax._src.lib.mlir import ir
 
+from jax_cond_patch import activation
 from jax_cond_patch import platforms as platforms_lib
 from jax_cond_patch.compat import internals
 
@@ -50,7 +53,7 @@ ALLOWED_EFFECTS = ("lowerable_effects", "control_flow_allowed_effects",
                    "remat_allowed_effects")
 
 
-def check(pin: Sequence[str], platforms: Sequence, source_info) -> None:
+def check(pin: tuple[str, ...], platforms: Sequence, source_info) -> None:
   """Raises an error if a `pinned` equation is lowered for other platforms.
 
   Args:
@@ -58,13 +61,57 @@ def check(pin: Sequence[str], platforms: Sequence, source_info) -> None:
     platforms: the lowering platforms.
     source_info: where it was traced.
   """
+  location = internals.user_location(source_info)
+  _check(pin, platforms, "program was traced",
+         f"the platform_dependent at {location}", "trace the program")
+
+
+def _check(pin: tuple[str, ...], platforms: Sequence, what: str, where: str,
+           remedy: str) -> None:
   broken = [p for p in platforms if p not in pin]
   if broken:
     raise NotImplementedError(
-        "This program was traced under the pin "
-        f"{platforms_lib.quote(pin)}, which promises to lower for nothing "
-        f"else, and is lowered for {platforms_lib.quote(broken)}. Code for "
-        "other platforms was left out of the platform_dependent at "
-        f"{internals.user_location(source_info)}. Pin to these platforms "
-        "too, by jax_cond_patch.pin, or to none, and trace the program anew. "
-        "See docs/pages/errors.md#pin.")
+        f"This {what} under the pin {platforms_lib.quote(pin)}, which promises "
+        "to lower for nothing else, and is lowered for "
+        f"{platforms_lib.quote(broken)}. Code for other platforms was left out "
+        f"of {where}. Pin to these platforms too, by jax_cond_patch.pin, or to "
+        f"none, and {remedy} anew. See docs/pages/errors.md#pin.")
+
+
+# A module that is exported under a pin says so, in the name of an attribute.
+
+_MARK = "jax_cond_patch.pinned_to."
+
+
+def module_to_bytecode(original: Callable) -> Callable:
+  """For the function that serializes a module, at the end of an export."""
+  def marking_module_to_bytecode(module, *args, **kwargs):
+    pin = activation.pinned()
+    if pin is not None:
+      with module.context:
+        module.operation.attributes[_MARK + ".".join(pin)] = (
+            ir.BoolAttr.get(True))
+    return original(module, *args, **kwargs)
+
+  return marking_module_to_bytecode
+
+
+def _pin_of(exported) -> tuple[str, ...] | None:
+  found = re.search(re.escape(_MARK).encode() + rb"([\w.]+)",
+                    exported.mlir_module_serialized)
+  return tuple(found[1].decode().split(".")) if found else None
+
+
+def is_pinned_export(eqn: core.JaxprEqn) -> bool:
+  """Whether an equation calls a function that was exported under a pin."""
+  return (eqn.primitive.name == "call_exported" and
+          _pin_of(eqn.params["exported"]) is not None)
+
+
+def check_export(eqn: core.JaxprEqn, platforms: Sequence) -> None:
+  """Raises an error if a pinned export is called on other platforms."""
+  exported = eqn.params["exported"]
+  pin = _pin_of(exported)
+  if pin is not None:
+    _check(pin, platforms, f"function, {exported.fun_name}, was exported", "it",
+           "export it")

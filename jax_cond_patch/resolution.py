@@ -91,7 +91,8 @@ def needs(jaxpr) -> Needs:
   inputs: set[int] = set()
   values: constants.Values | None = None
   for eqn in internals.open_jaxpr(jaxpr).eqns:
-    if eqn.primitive in (internals.platform_index_p, pinning.pinned_p):
+    if (eqn.primitive in (internals.platform_index_p, pinning.pinned_p) or
+        pinning.is_pinned_export(eqn)):
       resolvable = True
     jaxprs = internals.jaxprs_in_params(eqn.params) + internals.index_maps(eqn)
     if not jaxprs:
@@ -241,6 +242,8 @@ class _Resolver:
                     eqn.source_info)
       self.changed = True
       return {}
+    if pinning.is_pinned_export(eqn):
+      pinning.check_export(eqn, self.platforms_of(eqn))
     if is_platform_conditional(eqn):
       return self.platform_conditional(eqn)
     if (eqn.primitive is internals.cond_p and

@@ -6,7 +6,6 @@ import functools
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax import export
 from jax import lax
 from jax._src import config
 from jax.experimental import pallas as pl
@@ -549,10 +548,11 @@ class SharingTest(tu.JcpTestCase):
       return lax.cond(flag, IF_TRUE, IF_FALSE, x)
     self.assertAllClose(jax.jit(f)(X), IF_TRUE(X))
 
+  @tu.requires("serialization")
   def test_exported(self):
     f = lambda x: lax.cond(flag_of_platform(), tu.only_on("tpu"), IF_FALSE, x)
-    exported = export.export(jax.jit(f), platforms=("cpu", "tpu"))(X)
-    reloaded = export.deserialize(exported.serialize())
+    exported = tu.export(jax.jit(f), platforms=("cpu", "tpu"))(X)
+    reloaded = tu.reload(exported)
     self.assertAllClose(reloaded.call(X), IF_FALSE(X))
 
 

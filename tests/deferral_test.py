@@ -193,14 +193,9 @@ def elsewhere(branch):
 
 def sharded(f, check):
   """A function in a `shard_map`."""
-  shard_map = getattr(jax, "shard_map", None)
-  name = "check_vma"
-  if shard_map is None:
-    from jax.experimental.shard_map import shard_map
-    name = "check_rep"
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
   spec = jax.sharding.PartitionSpec("i")
-  return shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, **{name: check})
+  return tu.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check=check)
 
 
 def all_transformations(f):

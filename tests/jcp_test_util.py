@@ -57,6 +57,9 @@ _FEATURES = dict(
     checked_shard_map=(
         hasattr(batching_internals, "fancy_primitive_batchers"),
         "Up to JAX 0.4.35 shard_map checks no conditional of any kind."),
+    serialization=(
+        hasattr(_export, "deserialize"),
+        "Exported functions are not serialized up to JAX 0.4.23."),
     set_xla_metadata=(
         _has_module("jax.experimental.xla_metadata"),
         "There is no set_xla_metadata up to JAX 0.4.31."),
@@ -105,6 +108,14 @@ def on_host(f: Callable) -> Callable:
                       out_memory_spaces=jax.memory.Space.Device)
 
 
+def shard_map(f: Callable, *, check: bool, **kwargs) -> Callable:
+  """`jax.shard_map`, where it is in each JAX."""
+  if hasattr(jax, "shard_map"):
+    return jax.shard_map(f, check_vma=check, **kwargs)
+  from jax.experimental.shard_map import shard_map as experimental
+  return experimental(f, check_rep=check, **kwargs)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Exported:
   """An `Exported` of JAX 0.4.29 and earlier, with the names of later ones."""
@@ -128,12 +139,21 @@ class _Exported:
         self.exported, lowering_platforms=platforms))
 
 
-def export(f: Callable, *, platforms: Sequence[str]) -> Callable:
+def export(f: Callable, *, platforms: Sequence[str] | None = None) -> Callable:
   """`jax.export.export` of a jitted function, where it is in each JAX."""
+  platforms = platforms and tuple(platforms)
   if hasattr(_export, "call_exported"):
-    exporter = _export.export(f, lowering_platforms=tuple(platforms))
+    exporter = _export.export(f, lowering_platforms=platforms)
     return lambda *args: _Exported(exporter(*args))
-  return _export.export(f, platforms=tuple(platforms))
+  return _export.export(f, platforms=platforms)
+
+
+def reload(exported):
+  """Serializes an exported function with its derivative, and loads it."""
+  if isinstance(exported, _Exported):
+    return _Exported(_export.deserialize(
+        _export.serialize(exported.exported, vjp_order=1)))
+  return _export.deserialize(exported.serialize(vjp_order=1))
 
 
 symbolic_shape = _export.symbolic_shape

@@ -1,11 +1,9 @@
 """Tests of the promise to lower for some platforms only."""
 from __future__ import annotations
 
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax import export
 from jax import lax
 from jax._src import config
 from jax._src import core
@@ -150,22 +148,41 @@ class PinningTest(tu.JcpTestCase):
       with self.assertRaisesRegex(ValueError, "PinnedEffect.*cpu"):
         tu.lower(f, X, platforms=("tpu",))
 
+  @tu.requires("serialization")
   def test_export(self):
     jax_cond_patch.pin(("cpu",))
-    exported = export.export(jax.jit(cpu_only))(X)
-    reloaded = export.deserialize(exported.serialize(vjp_order=1))
+    reloaded = tu.reload(tu.export(jax.jit(cpu_only))(X))
     for pin in (("cpu",), None):
       jax_cond_patch.pin(pin)
       self.assertEqual(reloaded.platforms, ("cpu",))
       self.assertAllClose(reloaded.call(X), tu.marked(1.25)(X))
       self.assertAllClose(jax.grad(lambda x: reloaded.call(x).sum())(X),
                           jax.grad(lambda x: tu.marked(1.25)(x).sum())(X))
-      with self.assertRaisesRegex(ValueError, "cpu"):
-        tu.lower(reloaded.call, X, platforms=("tpu",))
+      for platforms in (("tpu",), ("cpu", "tpu")):
+        for f in (lambda x: reloaded.call(x),
+                  jax.grad(lambda x: reloaded.call(x).sum())):
+          with self.assertRaisesRegex(
+              NotImplementedError,
+              "cpu_only, was exported under the pin 'cpu',.*for 'tpu'"):
+            tu.lower(f, X, platforms=platforms)
     jax_cond_patch.pin(("cpu",))
     for platforms in (("tpu",), ("cpu", "tpu")):
       with self.assertBreaksPin(("cpu",), "tpu"):
-        export.export(jax.jit(cpu_only), platforms=platforms)(X)
+        tu.export(jax.jit(cpu_only), platforms=platforms)(X)
+
+  @parameterized.parameters(True, False)
+  def test_shard_map(self, check):
+    """Its check knows the mark, from JAX 0.4.36 to 0.5.3."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+    spec = jax.sharding.PartitionSpec("i")
+    f = tu.shard_map(cpu_only, mesh=mesh, in_specs=spec, out_specs=spec,
+                     check=check)
+    jax_cond_patch.pin(("cpu",))
+    direct = tu.marked(1.25)
+    self.assertAllClose(jax.jit(f)(X), direct(X))
+    self.assertAllClose(jax.jit(jax.vmap(f))(X[None]), direct(X[None]))
+    self.assertAllClose(jax.jit(jax.grad(lambda x: f(x).sum()))(X),
+                        jax.grad(lambda x: direct(x).sum())(X))
 
   def test_compute_on_host(self):
     if tu.compute_on is None:

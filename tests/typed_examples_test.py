@@ -29,6 +29,13 @@ def switched() -> bool:
   return on and not off
 
 
+def pinned() -> tuple[str, ...] | None:
+  jax_cond_patch.activate(pin=("cpu",), defer=True)
+  pin: tuple[str, ...] | None = jax_cond_patch.status().pin
+  jax_cond_patch.pin(None)
+  return pin
+
+
 def failing_primitives() -> list[str]:
   explanation: jax_cond_patch.Explanation = jax_cond_patch.explain(
       lambda x: x, np.float32(1), platforms=["cpu", "tpu"])
@@ -44,6 +51,7 @@ class TypedExamplesTest(absltest.TestCase):
   def test_they_run(self) -> None:
     self.assertNotEmpty(replaced())
     self.assertTrue(switched())
+    self.assertEqual(pinned(), ("cpu",))
     self.assertEmpty(failing_primitives())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import importlib
 import functools
 import inspect
 import pathlib
@@ -434,6 +435,22 @@ def remat_rules() -> dict:
   except ImportError:
     return {}
   return remat.rules
+
+
+def export_module():
+  """The module that exports functions; None if what it needs is missing.
+
+  It moved at JAX 0.4.24 and 0.4.29:
+  https://github.com/jax-ml/jax/commit/69788d18b6,
+  https://github.com/jax-ml/jax/commit/14d87d3bf7.
+  """
+  for name in ("jax._src.export._export", "jax.experimental.export._export",
+               "jax.experimental.export.export"):
+    try:
+      return importlib.import_module(name)
+    except ImportError:
+      pass
+  return None
 
 
 def hide_frames(path: str) -> None:
