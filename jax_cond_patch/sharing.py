@@ -64,13 +64,39 @@ def _structure(jaxpr) -> Hashable:
 
   binders = tuple(map(bound, (*opened.constvars, *opened.invars)))
   eqns = tuple(
-      (eqn.primitive, tuple(map(read, eqn.invars)), _param(eqn.params),
+      (eqn.primitive, tuple(map(read, eqn.invars)), _params(eqn),
        frozenset(eqn.effects), _param(internals.context_key(eqn)),
        eqn.source_info.name_stack, eqn.source_info.traceback,
        tuple(map(bound, eqn.outvars))) for eqn in opened.eqns)
   return (type(jaxpr), len(opened.invars), binders, eqns,
           tuple(map(read, opened.outvars)), frozenset(opened.effects),
           _param(opened.debug_info))
+
+
+class _Same:
+  """Equal to itself only."""
+  __slots__ = ("value",)
+
+  def __init__(self, value):
+    self.value = value
+
+  def __hash__(self):
+    return id(self.value)
+
+  def __eq__(self, other):
+    return isinstance(other, _Same) and self.value is other.value
+
+
+def _params(eqn: core.JaxprEqn) -> Hashable:
+  try:
+    return _param(eqn.params)
+  except TypeError:
+    # A jitted function may hold functions, of `jax.custom_jvp`. It is one jaxpr
+    # wherever it is called, and holds no values of the program that calls it.
+    jaxpr = eqn.params.get("jaxpr")
+    if eqn.primitive.name not in ("jit", "pjit") or jaxpr.consts:
+      raise
+    return _Same(jaxpr), _param({**eqn.params, "jaxpr": None})
 
 
 def _param(x) -> Hashable:
