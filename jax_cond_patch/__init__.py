@@ -14,8 +14,6 @@ from jax_cond_patch.activation import deactivated as deactivated
 from jax_cond_patch.activation import is_active as is_active
 from jax_cond_patch.activation import pin as pin
 from jax_cond_patch.activation import status as status
-from jax_cond_patch.checkout import (
-    is_running_command as _is_command_for_sources)
 from jax_cond_patch.errors import JaxCondPatchError as JaxCondPatchError
 from jax_cond_patch.errors import (
     UnsupportedJaxVersionError as UnsupportedJaxVersionError)
@@ -23,7 +21,8 @@ from jax_cond_patch.errors import (
     UnsupportedJaxVersionWarning as UnsupportedJaxVersionWarning)
 from jax_cond_patch.errors import (
     UntestedJaxVersionWarning as UntestedJaxVersionWarning)
-from jax_cond_patch.runner import is_launching as _is_launching
+from jax_cond_patch.runner import (
+    is_command_without_jax as _is_command_without_jax)
 
 if _TYPE_CHECKING:
   from jax_cond_patch.explanation import Explanation as Explanation
@@ -40,5 +39,5 @@ def __getattr__(name: str):
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if not (_is_launching() or _is_command_for_sources()):
+if not _is_command_without_jax():
   _activate_on_import()

@@ -18,6 +18,8 @@ from jax_cond_patch import runner
 
 
 def _status(args: argparse.Namespace) -> int:
+  if activation.is_active():
+    activation.table()  # Also what JAX imports late is replaced now.
   status = activation.status()
   if args.json:
     print(json.dumps(dataclasses.asdict(status), indent=2))

@@ -19,7 +19,6 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 
 from jax_cond_patch.errors import JaxCondPatchError
@@ -32,17 +31,6 @@ _ABSENT = "0" * 40
 
 class CheckoutError(JaxCondPatchError):
   """A tree is not as was asked; it is as it was before."""
-
-
-def is_running_command() -> bool:
-  """Whether this is `python -m jax_cond_patch apply` or `list`.
-
-  They work where there is no JAX that can be imported, so it is not patched.
-  """
-  if sys.argv[:1] != ["-m"] or sys.argv[1:2] not in (["apply"], ["list"]):
-    return False
-  interpreter = sys.orig_argv[:len(sys.orig_argv) - len(sys.argv[1:])]
-  return interpreter[-1].removeprefix("-m") == "jax_cond_patch"
 
 
 def patches_dir() -> pathlib.Path:

@@ -14,13 +14,15 @@ import sys
 _STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 
 
-def is_launching() -> bool:
-  """Whether this is `python -m jax_cond_patch run`, being imported.
+def is_command_without_jax() -> bool:
+  """Whether this is a command of `python -m jax_cond_patch` that needs no JAX.
 
-  Its process is replaced by that of the program, and needs no JAX.
+  `apply` and `list` work where there is no JAX that can be imported, and the
+  process of `run` is replaced by that of the program.
   """
   # While Python looks for the module, "-m" stands for its file.
-  if sys.argv[:2] != ["-m", "run"]:
+  if sys.argv[:1] != ["-m"] or sys.argv[1:2] not in (
+      ["apply"], ["list"], ["run"]):
     return False
   python = sys.orig_argv[:len(sys.orig_argv) - len(sys.argv[1:])]
   return "".join(python[-2:]).endswith("-mjax_cond_patch")
