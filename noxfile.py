@@ -52,6 +52,25 @@ def releases(session, release):
       f"junit_suite_name={versions}", *session.posargs)
 
 
+# What JAX does with the diffs too. The other tests are of what the package does
+# alone, as docs/pages/patches.md says.
+_ON_DIFFS = [f"tests/{name}_test.py" for name in (
+    "patched", "lowering", "rules", "transformations", "several_platforms",
+    "pallas", "property")]
+
+
+@nox.session
+@_on_each_release
+def patched(session, release):
+  """Runs the tests on a release with the diffs: `nox -s 'patched(0.6.0)'`."""
+  session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins)
+  packages = session.run(
+      "python", "-c", "import sysconfig; "
+      "print(sysconfig.get_paths()['purelib'], end='')", silent=True)
+  session.run("python", "-m", "jax_cond_patch", "apply", packages)
+  session.run("python", "-m", "pytest", *(session.posargs or _ON_DIFFS))
+
+
 @nox.session
 def report(session):
   """Makes docs/releases.md from the reports of the sessions above."""

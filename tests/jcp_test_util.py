@@ -38,6 +38,7 @@ except ImportError:  # up to JAX 0.4.29
     from jax.experimental.export import export as _export  # up to JAX 0.4.23
 
 import jax_cond_patch
+from jax_cond_patch import activation
 from jax_cond_patch.compat import internals
 from jax_cond_patch.compat import releases
 
@@ -63,6 +64,12 @@ _FEATURES = dict(
     set_xla_metadata=(
         _has_module("jax.experimental.xla_metadata"),
         "There is no set_xla_metadata up to JAX 0.4.31."),
+    diffs=(
+        activation.has_patches(),
+        "The installed JAX is one that was released, without diffs."),
+    package=(
+        not activation.has_patches(),
+        "With the diffs JAX does not do this; see docs/pages/patches.md."),
     newest_release=(
         releases.installed() == releases.RELEASES[-1].jax,
         "What is replaced and called is recorded for the newest release."),

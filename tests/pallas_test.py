@@ -277,6 +277,7 @@ class KernelTest(tu.JcpTestCase):
         tu.count_ops(tu.lower(pallas_call(direct, interpret=True), X,
                               platforms=platforms), "stablehlo.case"))
 
+  @tu.requires("package")
   def test_kernel_for_several_platforms(self):
     """Each has the kernel of its own language."""
     printed = io.StringIO()

@@ -198,6 +198,7 @@ class PlatformDependentTest(tu.JcpTestCase):
         TypeError, "the 'default' branch must be a callable"):
       lax.platform_dependent(X, cpu=jnp.sin, default=3)
 
+  @tu.requires("package")
   def test_gpu(self):
     with self.assertRaisesRegex(ValueError, "Use 'cuda' or 'rocm'"):
       lax.platform_dependent(X, gpu=jnp.sin, default=jnp.cos)

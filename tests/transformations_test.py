@@ -456,6 +456,7 @@ class ComputeOnTest(tu.JcpTestCase):
 
 class OtherInterpretersTest(tu.JcpTestCase):
 
+  @tu.requires("package")
   def test_rebound_without_platforms(self):
     """A rule that knows only `branches` leaves an index that is known."""
     def bind(eqn, args):
