@@ -375,7 +375,7 @@ class ActivationTest(tu.JcpTestCase):
     self.assertTrue(status.active)
     self.assertEqual(status.jax_version, jax.__version__)
     self.assertEqual(status.era, releases.find(jax.__version__).era)
-    self.assertSequenceEqual(
+    self.assertCountEqual(
         status.replaced, [r.name for r in activation.table()])
     with jax_cond_patch.deactivated():
       status = jax_cond_patch.status()
