@@ -16,6 +16,7 @@ os.environ["PATH"] = os.pathsep.join(
     [os.environ["PATH"], *sorted(glob.glob(f"{_PYENV}/versions/*/bin"))])
 
 _REPORTS = pathlib.Path(".nox/reports")
+_MEASURED = pathlib.Path(".nox/measured")
 
 _VERSIONS = """
 import platform
@@ -99,6 +100,27 @@ def jax2tf(session, release):
   session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins,
                   "tensorflow-cpu")
   session.run("python", "tests/jax2tf.py", env=dict(TF_CPP_MIN_LOG_LEVEL="3"))
+
+
+@nox.session(default=False)
+@_on_each_release
+def benchmarks(session, release):
+  """Measures costs on one release: `nox -s 'benchmarks(0.6.0)'`."""
+  session.install("-e", ".[tests]", "pytest-benchmark", f"jax=={release.jax}",
+                  *release.pins)
+  result = (_MEASURED / f"{release.jax}.json").absolute()
+  result.parent.mkdir(parents=True, exist_ok=True)
+  session.run("python", "-m", "pytest", "-c", "benchmarks/pytest.ini",
+              "--rootdir=benchmarks", "benchmarks",
+              f"--benchmark-json={result}", *session.posargs)
+
+
+@nox.session(default=False)
+def costs(session):
+  """Makes the table and the plot of docs/pages/costs.md from these."""
+  session.install("matplotlib")
+  session.run("python", "benchmarks/report.py",
+              *map(str, sorted(_MEASURED.glob("*.json"))))
 
 
 @nox.session

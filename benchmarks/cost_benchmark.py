@@ -1,0 +1,156 @@
+"""Measures what platform conditionals cost: `nox -s benchmarks`.
+
+In each round a program is measured three times, one after the other: called
+directly and with branches, both without the package, and with branches and the
+package. What pytest-benchmark shows is the last; the others are its
+`extra_info`, from which `report.py` makes ratios. It is processor time that is
+measured, since the machine may do other things as well.
+"""
+import functools
+import itertools
+import statistics
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+import jax_cond_patch
+import programs
+
+PHASES = ("trace", "lower", "compile", "first call")
+
+
+def _sites(transformation, branches, sites, phases=PHASES[:2], rounds=3):
+  return [pytest.param(transformation, branches, sites, phase, rounds,
+                       id=f"{transformation}-{branches}-{sites}-{phase}")
+          for phase in phases]
+
+
+CASES = list(itertools.chain(
+    _sites("forward", 4, 10, PHASES), _sites("gradient", 4, 10, PHASES),
+    *(_sites(t, 4, 10) for t in ("vmap", "scan", "remat", "nested",
+                                 "different layers", "ordinary")),
+    *(_sites(t, n, 10) for t in ("forward", "gradient") for n in (1, 8)),
+    *(_sites(t, 4, n, rounds=3 if n < 1000 else 1)
+      for t in ("forward", "gradient") for n in (60, 100, 1000))))
+
+
+def make(transformation, branches):
+  """Returns a program with conditionals, and one that calls directly."""
+  if transformation == "ordinary":
+    return (programs.switches(branches),) * 2
+  if transformation == "nested":
+    return (programs.nested(programs.model(branches)),
+            programs.direct(branches))
+  layers = "equal"
+  if transformation == "different layers":
+    transformation, layers = "gradient", "different"
+  transform = programs.TRANSFORMATIONS[transformation]
+  return (transform(programs.model(branches, layers)),
+          transform(programs.direct(branches, layers)))
+
+
+def prepare(phase, f, args):
+  """Does what comes before a phase, and returns the phase."""
+  f = jax.jit(functools.partial(f))
+  if phase == "trace":
+    return lambda: f.trace(*args)
+  if phase == "first call":
+    return lambda: jax.block_until_ready(f(*args))
+  traced = f.trace(*args)
+  if phase == "lower":
+    return traced.lower
+  return traced.lower().compile
+
+
+def arguments(sites, size=16):
+  x = programs.X[:size, :size]
+  return x, [x] * sites, x[0]
+
+
+def seconds(function):
+  start = time.process_time()
+  function()
+  return time.process_time() - start
+
+
+@pytest.fixture(autouse=True)
+def patched_afterwards():
+  yield
+  jax_cond_patch.activate()
+
+
+@pytest.mark.benchmark(timer=time.process_time, disable_gc=True)
+@pytest.mark.parametrize("transformation,branches,sites,phase,rounds", CASES)
+def test_cost(benchmark, transformation, branches, sites, phase, rounds):
+  branchy, direct = make(transformation, branches)
+  args = arguments(sites)
+  times = dict(direct=[], unpatched=[])
+
+  def warm_up():
+    # A switch clears JAX's caches, and its own functions are not measured. Of
+    # another size, so that nothing that is measured has been done before.
+    for f in (branchy, direct):
+      prepare(phase, f, arguments(1, size=8))()
+
+  def setup():
+    jax_cond_patch.deactivate()
+    warm_up()
+    times["direct"].append(seconds(prepare(phase, direct, args)))
+    times["unpatched"].append(seconds(prepare(phase, branchy, args)))
+    jax_cond_patch.activate()
+    warm_up()
+    return (prepare(phase, branchy, args),), {}
+
+  benchmark.pedantic(lambda run: run(), setup=setup, rounds=rounds)
+  benchmark.extra_info.update(
+      transformation=transformation, branches=branches, sites=sites,
+      phase=phase, jax=jax.__version__,
+      **{name: statistics.median(measured) for name, measured in times.items()})
+  if phase == "lower":
+    for name, f, switch in (
+        ("direct", direct, jax_cond_patch.deactivated),
+        ("unpatched", branchy, jax_cond_patch.deactivated),
+        ("patched", branchy, jax_cond_patch.activated)):
+      with switch():
+        text = jax.jit(lambda *args: f(*args)).lower(*args).as_text()
+      benchmark.extra_info[f"{name} operations"] = text.count(" = ")
+      benchmark.extra_info[f"{name} bytes"] = len(text)
+
+
+@pytest.mark.benchmark(timer=time.process_time, disable_gc=True)
+@pytest.mark.parametrize("layers", [10, 100])
+def test_helper_of_layers(benchmark, layers):
+  """A model in branches, for several platforms, lowers its helper once each."""
+  program = programs.make_shared_helper(layers)
+  jax_cond_patch.activate()
+  text = benchmark.pedantic(
+      lambda: programs.exported(lambda x: program(x), programs.X), rounds=3)
+  helpers = text.count("stablehlo.sine")
+  benchmark.extra_info.update(helpers=helpers, bytes=len(text))
+  # One for each of the sets of platforms for which a part is lowered.
+  assert helpers <= 6
+
+
+@pytest.mark.benchmark(timer=time.process_time)
+def test_activation(benchmark):
+  benchmark.pedantic(
+      jax_cond_patch.activate, setup=jax_cond_patch.deactivate, rounds=10)
+
+
+@pytest.mark.benchmark(warmup=False)
+def test_import(benchmark):
+  """What `import jax_cond_patch` adds to `import jax`, in its own process."""
+  program = ("import time, jax, jax.numpy; start = time.process_time(); "
+             "import jax_cond_patch; print(time.process_time() - start)")
+  added = []
+
+  def run():
+    added.append(float(subprocess.check_output(
+        [sys.executable, "-c", program], text=True)))
+
+  benchmark.pedantic(run, rounds=5, warmup_rounds=1)
+  benchmark.extra_info.update(
+      added=statistics.median(added), jax=jax.__version__)

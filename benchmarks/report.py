@@ -1,0 +1,107 @@
+"""Makes the table and the plot of docs/pages/costs.md from measurements.
+
+  python benchmarks/report.py RESULT.json ...
+
+The results are those of `pytest --benchmark-json`, of several releases of JAX.
+"""
+import collections
+import json
+import pathlib
+import sys
+
+import matplotlib
+matplotlib.use("svg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs/pages/costs.md"
+BEGIN, END = "<!-- Made by benchmarks/report.py. -->", "<!-- End. -->"
+
+
+def read(paths):
+  """Returns what was measured, as pairs of seconds and other information."""
+  found = []
+  for path in paths:
+    for result in json.loads(pathlib.Path(path).read_text())["benchmarks"]:
+      found.append((result["stats"]["median"], result["extra_info"]))
+  return found
+
+
+def sites(measured, **wanted):
+  return sorted(
+      ((seconds, info) for seconds, info in measured if "phase" in info and all(
+          info[name] == value for name, value in wanted.items())),
+      key=lambda result: (result[1]["branches"], result[1]["sites"]))
+
+
+def ratio(x, y):
+  return f"x{x / y:.2f}" if y else "-"
+
+
+def table(measured):
+  """One row for each program and phase, the releases side by side."""
+  releases = list(dict.fromkeys(
+      info["jax"] for _, info in measured if "phase" in info))
+  releases.sort(key=lambda release: [int(n) for n in release.split(".")])
+  cells = collections.defaultdict(dict)
+  for seconds, info in sites(measured):
+    program = (info["transformation"], info["branches"], info["sites"])
+    cells[(*program, info["phase"])][info["jax"]] = (
+        ratio(info["unpatched"], info["direct"]) + " / " +
+        ratio(seconds, info["direct"]))
+    if "patched operations" in info:
+      cells[(*program, "operations")][info["jax"]] = (
+          ratio(info["unpatched operations"], info["direct operations"]) +
+          " / " + ratio(info["patched operations"], info["direct operations"]))
+  lines = [
+      "| program | branches | sites | phase | " + " | ".join(releases) + " |",
+      "|---" * (4 + len(releases)) + "|"]
+  for row, by_release in sorted(cells.items()):
+    lines.append("| " + " | ".join(map(str, row)) + " | " + " | ".join(
+        by_release.get(release, "-") for release in releases) + " |")
+  for info in (info for _, info in measured if "added" in info):
+    lines.append(f"\nJAX {info['jax']}: `import jax_cond_patch` adds "
+                 f"{info['added'] * 1000:.0f} ms to `import jax`.")
+  return "\n".join(lines)
+
+
+def plot(measured, path):
+  """Draws ratios to the direct call against sites and against branches."""
+  figure, axes = plt.subplots(
+      2, 2, figsize=(9, 6), sharex="col", layout="constrained")
+  for row, phase in zip(axes, ("trace", "lower")):
+    for axis, x_name, fixed in zip(
+        row, ("sites", "branches"), (dict(branches=4), dict(sites=10))):
+      for release in dict.fromkeys(
+          info["jax"] for _, info in measured if "phase" in info):
+        found = sites(measured, transformation="gradient", phase=phase,
+                      jax=release, **fixed)
+        if not found:
+          continue
+        xs = [info[x_name] for _, info in found]
+        line, = axis.plot(
+            xs, [seconds / info["direct"] for seconds, info in found],
+            marker="o", label=f"{release}, patched")
+        axis.plot(xs, [info["unpatched"] / info["direct"] for _, info in found],
+                  marker="o", linestyle=":", color=line.get_color(),
+                  label=f"{release}, unpatched")
+      axis.set_ylabel(f"{phase}: times the direct call")
+      axis.set_yscale("log")
+      axis.set_xlabel(x_name)
+      if x_name == "sites":
+        axis.set_xscale("log")
+  axes[0][0].legend(fontsize="small")
+  figure.suptitle("The gradient of a model of 16x16 layers")
+  figure.savefig(path, metadata=dict(Date=None))
+
+
+def main():
+  measured = read(sys.argv[1:])
+  plt.rcParams["svg.hashsalt"] = "jax_cond_patch"
+  plot(measured, PAGE.with_suffix(".svg"))
+  page = PAGE.read_text()
+  start, end = page.index(BEGIN) + len(BEGIN), page.index(END)
+  PAGE.write_text(f"{page[:start]}\n\n{table(measured)}\n\n{page[end:]}")
+
+
+if __name__ == "__main__":
+  main()
