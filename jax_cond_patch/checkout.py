@@ -375,5 +375,10 @@ def apply(path: str | os.PathLike, *, check: bool = False, commit: bool = True,
     done += ", as commits" if commit else ", without commits"
   if check:
     return f"{tree.path}: {what} can be {done}."
-  tree.change(series, reverse, commit)
+  try:
+    tree.change(series, reverse, commit)
+  except OSError as error:
+    raise CheckoutError(
+        f"{tree.path} is as it was: {error}. Give yourself the right to change "
+        f"it, or make room. {_DOCS}") from error
   return f"{tree.path}: {what} were {done}."

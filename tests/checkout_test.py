@@ -131,8 +131,8 @@ class CheckoutTest(parameterized.TestCase):
     self.assertEqual(git(self.repo, "rev-parse", "HEAD"), first)
 
   def test_works_without_a_name_for_git(self):
-    with mock.patch.dict(os.environ, HOME=str(self.tmp),
-                         GIT_CONFIG_NOSYSTEM="1", GIT_CONFIG_GLOBAL=os.devnull):
+    with mock.patch.dict(
+        os.environ, GIT_CONFIG_NOSYSTEM="1", GIT_CONFIG_GLOBAL=os.devnull):
       checkout.apply(self.repo)
     self.assertEqual(read(self.repo), PATCHED)
 
@@ -264,7 +264,7 @@ class CheckoutTest(parameterized.TestCase):
     original = checkout._write
     def failing(path, content):
       if path == folder / "jax/_src/new.py" and content:
-        raise checkout.CheckoutError("no space")
+        raise OSError("no space")
       original(path, content)
     with mock.patch.object(checkout, "_write", failing):
       self.assertRefused(folder, "no space")

@@ -1,6 +1,6 @@
 """Exports the series in `patches` from a clone of JAX, or checks them.
 
-  python tests/export_patches.py CLONE SERIES ...          writes
+  python tests/export_patches.py CLONE SERIES ...          writes the diffs
   python tests/export_patches.py --check CLONE SERIES ...  compares the bytes
 
 A series is the commits on the branch `jax_cond_patch/SERIES` of the clone that
@@ -22,6 +22,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("JAX_COND_PATCH", "0")
 from jax_cond_patch import checkout  # noqa: E402
 
 # Nothing in these depends on the version of git, on its settings, on when and
@@ -42,9 +43,8 @@ def git(clone: pathlib.Path, *args: str, **kwargs) -> str:
 
 def base_of(clone: pathlib.Path, series: checkout.Series) -> str:
   release = series.releases[0]
-  return git(clone, "rev-parse", "--verify",
-             (release.commit or f"jax-v{release.release}") + "^{commit}"
-             ).strip()
+  name = release.commit or release.tag
+  return git(clone, "rev-parse", "--verify", f"{name}^{{commit}}").strip()
 
 
 def export(clone: pathlib.Path, commits: str, folder: pathlib.Path) -> None:
