@@ -392,7 +392,8 @@ class _Resolver:
                for branch in branches]
       branches = [internals.jaxpr_of(e, like=internals.open_jaxpr(branches[0]))
                   for e in (*alone, eqn)]
-      eqn = eqn.replace(invars=[eqn.invars[0], *eqn.invars])
+      eqn = eqn.replace(invars=[eqn.invars[0], *eqn.invars],
+                        params=internals.params_with_operand(eqn.params))
     platforms = tuple(
         tuple(p for p, i in zip(self.platforms, taken) if i == choice)
         for choice in choices)

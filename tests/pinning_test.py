@@ -87,16 +87,16 @@ class PinningTest(tu.JcpTestCase):
   @parameterized.parameters(*WRAPS)
   def test_other_platform(self, wrap):
     jax_cond_patch.pin(("cpu",))
-    traced = jax.jit(WRAPS[wrap](cpu_only)).trace(X)
+    traced = core.jaxpr_as_fun(jax.make_jaxpr(WRAPS[wrap](cpu_only))(X))
     with self.assertBreaksPin(("cpu",), "tpu"):
-      traced.lower(lowering_platforms=("tpu",))
+      tu.lower(traced, X, platforms=("tpu",))
     with self.assertBreaksPin(("cpu",), "tpu"):
       tu.lower(WRAPS[wrap](cpu_only), X, platforms=("cpu", "tpu"))
     # Nor once the pin is gone.
     jax_cond_patch.pin(None)
     with self.assertBreaksPin(("cpu",), "tpu"):
-      traced.lower(lowering_platforms=("tpu",))
-    self.assertIn("1.25", traced.lower(lowering_platforms=("cpu",)).as_text())
+      tu.lower(traced, X, platforms=("tpu",))
+    self.assertIn("1.25", tu.lower(traced, X, platforms=("cpu",)))
 
   def test_one_platform_left(self):
     jax_cond_patch.pin(("cpu",))
@@ -224,8 +224,7 @@ class PinningTest(tu.JcpTestCase):
 
   def test_change_forgets_traces(self):
     f = jax.jit(choose)
-    text = lambda platform: f.trace(X).lower(
-        lowering_platforms=(platform,)).as_text()
+    text = lambda platform: tu.lower_jitted(f, X, platform=platform).as_text()
     self.assertIn("4.25", text("tpu"))
     jax_cond_patch.pin(("cpu",))
     with self.assertBreaksPin(("cpu",), "tpu"):

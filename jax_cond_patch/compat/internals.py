@@ -191,6 +191,17 @@ def is_ref(aval) -> bool:
   return isinstance(aval, AbstractRef)
 
 
+def params_with_operand(params: dict[str, Any]) -> dict[str, Any]:
+  """The params of a conditional with one more operand, before the others.
+
+  Up to JAX 0.4.30 they say of each operand whether it is linear:
+  https://github.com/jax-ml/jax/commit/6becf716f3.
+  """
+  if "linear" in params:
+    return {**params, "linear": (False, *params["linear"])}
+  return params
+
+
 def tangent_aval(aval):
   """The type of the tangents of a value.
 
@@ -289,7 +300,14 @@ def is_tracing_kernel() -> bool:
     return False
   if hasattr(pallas_core, "_grid_context"):
     return pallas_core._grid_context.value is not None
-  return pallas_core._pallas_tracing_env.grid_context is not None
+  if hasattr(pallas_core, "_pallas_tracing_env"):
+    return pallas_core._pallas_tracing_env.grid_context is not None
+  # Pallas has no mark of it up to JAX 0.4.29, but a kernel has references:
+  # https://github.com/jax-ml/jax/commit/9499de4358.
+  mains = core.thread_local_state.trace_state.trace_stack.stack
+  return any(is_ref(v.aval) for main in mains
+             for frame in getattr(main, "jaxpr_stack", ())
+             for v in frame.invars)
 
 
 def current_trace(trace):
