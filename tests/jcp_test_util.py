@@ -1,9 +1,10 @@
 """What the tests of jax_cond_patch share."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 import unittest
 
 import jax
+from jax._src import config
 from jax._src import core
 from jax._src import test_util as jtu
 from jax._src.interpreters import batching as batching_internals
@@ -46,7 +48,19 @@ PLATFORMS = internals.PLATFORMS
 
 
 def _has_module(name: str) -> bool:
-  return importlib.util.find_spec(name) is not None
+  try:
+    return importlib.util.find_spec(name) is not None
+  except ImportError:  # of what it is in
+    return False
+
+
+def _has(module: str, name: str) -> bool:
+  return _has_module(module) and hasattr(importlib.import_module(module), name)
+
+
+def _rooflines() -> Container[core.Primitive]:
+  name = "jax.experimental.roofline.roofline"
+  return importlib.import_module(name)._rooflines if _has_module(name) else ()
 
 
 # What some of the supported releases do not have, and why it is not tested
@@ -77,6 +91,42 @@ _FEATURES = dict(
         hasattr(mlir_internals.LoweringRuleContext, "platforms"),
         "Up to JAX 0.4.29 a Pallas kernel for TPU is lowered where there is a "
         "TPU only."),
+    triton_kernels=(
+        _has_module("jax._src.pallas.triton.pallas_call_registration"),
+        "Up to JAX 0.4.25 other libraries lower Pallas kernels to Triton."),
+    mosaic_gpu_kernels=(
+        _has_module("jax.experimental.pallas.mosaic_gpu"),
+        "Up to JAX 0.4.34 Pallas has no Mosaic GPU but by a hidden flag."),
+    tpu_interpreter=(
+        _has_module("jax._src.pallas.mosaic.interpret"),
+        "There is no interpreter of TPU kernels up to JAX 0.5.0."),
+    gpu_interpreter=(
+        _has("jax.experimental.pallas.mosaic_gpu", "InterpretGPUParams"),
+        "There is no interpreter of Mosaic GPU kernels up to JAX 0.8."),
+    compute_on2=(
+        _has("jax._src.compute_on", "compute_on2"),
+        "Only JAX 0.8.0 to 0.11.0 have a second `compute_on`."),
+    refs=(
+        hasattr(jax, "new_ref") or hasattr(core, "mutable_array"),
+        "Up to JAX 0.4.25 there are no references outside of run_state."),
+    key_reuse=(
+        hasattr(jax, "debug_key_reuse"),
+        "Up to JAX 0.4.25 no reuse of keys is found."),
+    fusible=(
+        _has_module("jax._src.pallas.fuser.fusible_dtype"),
+        "Up to JAX 0.5.3 there are no fusible types."),
+    direct_linearize=(
+        hasattr(config, "use_direct_linearize"),
+        "Up to JAX 0.4.35 there is one way to linearize."),
+    high_types=(
+        _has("jax._src.hijax", "new_box"), "This JAX has no `new_box`."),
+    optional_varying_axes=(
+        hasattr(config, "varying_axes_in_types"),
+        "Only JAX 0.5.3 and 0.6.0 have a flag for the axes that values "
+        "vary on."),
+    roofline_of_conditionals=(
+        internals.cond_p in _rooflines(),
+        "Up to JAX 0.6.2 no conditional has a roofline."),
 )
 
 
@@ -108,8 +158,13 @@ def only_on(platform: str) -> Callable:
 
 def on_host(f: Callable) -> Callable:
   """A function that is lowered for the CPU, in a `compute_on` region."""
+  return host_region(jax.jit(f))
+
+
+def host_region(f: Callable) -> Callable:
+  """A `compute_on` region, without a jitted function in it."""
   try:
-    return compute_on("device_host")(jax.jit(f))
+    return compute_on("device_host")(f)
   except TypeError:  # JAX 0.11.1 and later
     return compute_on(f, compute_type="device_host",
                       out_memory_spaces=jax.memory.Space.Device)
@@ -161,6 +216,16 @@ def reload(exported):
     return _Exported(_export.deserialize(
         _export.serialize(exported.exported, vjp_order=1)))
   return _export.deserialize(exported.serialize(vjp_order=1))
+
+
+def reloaded(exported, vjp_order: int = 0):
+  """What is read from a file that an export is written to."""
+  if hasattr(exported, "serialize"):
+    return _export.deserialize(exported.serialize(vjp_order=vjp_order))
+  if hasattr(_export, "serialize"):
+    return _Exported(_export.deserialize(
+        _export.serialize(exported.exported, vjp_order=vjp_order)))
+  return exported  # There are no files of exports up to JAX 0.4.23.
 
 
 symbolic_shape = _export.symbolic_shape
@@ -234,6 +299,12 @@ def python_path() -> str:
 
 class JcpTestCase(jtu.JaxTestCase):
   """A test case with checks on modules."""
+
+  def requires(self, feature: str) -> None:
+    """As the decorator `requires`, for one case of a test."""
+    has, reason = _FEATURES[feature]
+    if not has:
+      self.skipTest(reason)
 
   def assertSameModule(self, f, direct, *args, platform="cpu"):
     """The module of `f` is that of `direct`, character for character."""

@@ -14,13 +14,17 @@ from jax import lax
 from jax._src import config
 from jax._src import test_util as jtu
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton as pltriton
 import jax.numpy as jnp
 import numpy as np
 
 import jcp_test_util as tu
+
+try:
+  from jax.experimental.pallas import mosaic_gpu as plgpu
+  from jax.experimental.pallas import triton as pltriton
+except ImportError:  # up to JAX 0.4.34
+  plgpu = pltriton = None
 
 config.parse_flags_with_absl()
 
@@ -55,15 +59,12 @@ def params(module):
 
 
 def tpu_interpreter():
-  try:
-    from jax._src.pallas.mosaic.interpret import params
-  except ImportError:
-    # A module up to JAX 0.7, and a package since.
-    from jax._src.pallas.mosaic import interpret as params
-  return getattr(params, "InterpretParams", None) or params.TPUInterpretParams
-
-
-TPU_INTERPRETER = tpu_interpreter()
+  if hasattr(pltpu, "InterpretParams"):
+    return pltpu.InterpretParams()
+  # Up to JAX 0.6.2 it is no public name, up to JAX 0.6.1 another one.
+  from jax._src.pallas.mosaic import interpret
+  return getattr(interpret, "TPUInterpretParams",
+                 getattr(interpret, "InterpretParams", None))()
 
 
 def pallas_call(kernel, out_shape=OUT, **kwargs):
@@ -89,8 +90,9 @@ def lowered(language, platform, kernel, **kwargs):
   if language == "mosaic":
     call = pallas_call(kernel, debug=True, **kwargs)
   elif language == "triton":
-    call = pallas_call(kernel, debug=True, compiler_params=params(pltriton),
-                       **kwargs)
+    if pltriton is not None:
+      kwargs["compiler_params"] = params(pltriton)
+    call = pallas_call(kernel, debug=True, **kwargs)
   elif "debug" in inspect.signature(plgpu.kernel).parameters:
     call = plgpu.kernel(kernel, debug=True, out_type=OUT, **kwargs)
   else:
@@ -114,21 +116,36 @@ LANGUAGES = (("mosaic", "tpu"), ("triton", "cuda"), ("triton", "rocm"),
              ("mosaic_gpu", "cuda"))
 
 
+REQUIRED = dict(mosaic="tpu_kernels", triton="triton_kernels",
+                mosaic_gpu="mosaic_gpu_kernels")
+
+
 class KernelTest(tu.JcpTestCase):
+
+  def lowered(self, language, platform, kernel, **kwargs):
+    self.requires(REQUIRED[language])
+    return lowered(language, platform, kernel, **kwargs)
+
+  def interpreter(self, name):
+    if name == "any":
+      return True
+    self.requires("tpu_interpreter")
+    return tpu_interpreter()
 
   @parameterized.parameters(*LANGUAGES)
   def test_language_picks_the_branch(self, language, platform):
-    text = lowered(language, platform, kernel(*BRANCHES))
+    text = self.lowered(language, platform, kernel(*BRANCHES))
     self.assertEqual(constants(text), [BRANCHES[language]])
 
   @parameterized.parameters(*LANGUAGES)
   def test_default_branch(self, language, platform):
-    text = lowered(language, platform, kernel("cpu"))
+    text = self.lowered(language, platform, kernel("cpu"))
     self.assertEqual(constants(text), [DEFAULT])
 
   @parameterized.parameters(*LANGUAGES[1:])
   def test_platform_picks_the_branch_on_gpus(self, language, platform):
-    text = lowered(language, platform, kernel("cpu", "cuda", "rocm", "mosaic"))
+    text = self.lowered(
+        language, platform, kernel("cpu", "cuda", "rocm", "mosaic"))
     self.assertEqual(constants(text), [BRANCHES[platform]])
 
   def test_platform_does_not_pick_the_branch_on_tpus(self):
@@ -144,7 +161,7 @@ class KernelTest(tu.JcpTestCase):
     with self.assertRaisesRegex(
         NotImplementedError,
         f"no branch for '{language}'.*'cpu', 'other'.*pallas_test.py"):
-      lowered(language, platform, kernel)
+      self.lowered(language, platform, kernel)
 
   @parameterized.parameters(*LANGUAGES)
   def test_references_in_branches(self, language, platform):
@@ -156,7 +173,7 @@ class KernelTest(tu.JcpTestCase):
       lax.platform_dependent(
           **{name: write(BRANCHES[name]) for name in BRANCHES},
           default=write(DEFAULT))
-    text = lowered(language, platform, kernel)
+    text = self.lowered(language, platform, kernel)
     self.assertEqual(constants(text), [BRANCHES[language]])
 
   @parameterized.product(
@@ -186,7 +203,7 @@ class KernelTest(tu.JcpTestCase):
         pl.run_scoped(scoped, memory(x.shape, x.dtype))
         return
       o_ref[...] = x
-    text = lowered(language, platform, kernel)
+    text = self.lowered(language, platform, kernel)
     self.assertEqual(constants(text), [BRANCHES[language]])
 
   def test_diagonal(self):
@@ -197,7 +214,7 @@ class KernelTest(tu.JcpTestCase):
     call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(
         (8, 8), X.dtype), interpret=True)
     self.assertAllClose(call(x), np.broadcast_to(np.diag(x), (8, 8)))
-    self.assertNotIn("case", lowered(
+    self.assertNotIn("case", self.lowered(
         "mosaic", "tpu", kernel, out_shape=jax.ShapeDtypeStruct(
             (8, 8), X.dtype)))
 
@@ -207,8 +224,8 @@ class KernelTest(tu.JcpTestCase):
       x = x_ref[...]
       o_ref[...] = lax.platform_dependent(
           x, x * 1.5, mosaic=lambda x, y: x, default=lambda x, y: y)
-    self.assertEmpty(constants(lowered("mosaic", "tpu", kernel)))
-    self.assertEqual(constants(lowered("triton", "cuda", kernel)), [1.5])
+    self.assertEmpty(constants(self.lowered("mosaic", "tpu", kernel)))
+    self.assertEqual(constants(self.lowered("triton", "cuda", kernel)), [1.5])
 
   def test_index_map(self):
     x = np.concatenate([X, -X])
@@ -225,9 +242,10 @@ class KernelTest(tu.JcpTestCase):
     self.assertAllClose(call(True)(x), np.concatenate([-X, X]))
     self.assertIn("custom_call", tu.lower(call(False), x, platforms=("tpu",)))
 
-  @parameterized.parameters(True, TPU_INTERPRETER())
-  def test_interpreted(self, interpret):
+  @parameterized.parameters("any", "tpu")
+  def test_interpreted(self, interpreter):
     """The platform picks the branch, as the operations are for that."""
+    interpret = self.interpreter(interpreter)
     def call(kernel):
       return pallas_call(kernel, interpret=interpret)
     self.assertAllClose(call(kernel(*BRANCHES))(X), X + np.float32(1.5))
@@ -239,9 +257,8 @@ class KernelTest(tu.JcpTestCase):
         tu.count_ops(text, "stablehlo.case"), tu.count_ops(
             tu.lower(call(direct), X, platforms=("cpu",)), "stablehlo.case"))
 
+  @tu.requires("gpu_interpreter")
   def test_interpreted_as_on_a_gpu(self):
-    if not hasattr(plgpu, "InterpretGPUParams"):
-      self.skipTest("This JAX has no interpreter of Mosaic GPU.")
     parameters = inspect.signature(plgpu.kernel).parameters
     out = "out_type" if "out_type" in parameters else "out_shape"
     call = plgpu.kernel(kernel(*BRANCHES), **{out: OUT},
@@ -250,8 +267,8 @@ class KernelTest(tu.JcpTestCase):
     text = tu.lower(call, X, platforms=("cpu",))
     self.assertEqual(constants(text), [BRANCHES["cpu"]])
 
-  @parameterized.parameters(True, TPU_INTERPRETER())
-  def test_interpreted_references_in_branches(self, interpret):
+  @parameterized.parameters("any", "tpu")
+  def test_interpreted_references_in_branches(self, interpreter):
     def kernel(x_ref, o_ref):
       def write(constant):
         def write():
@@ -261,7 +278,7 @@ class KernelTest(tu.JcpTestCase):
         o_ref[...] = tu.only_on("cuda")(x_ref[...])
       lax.platform_dependent(
           cpu=write(1.5), cuda=write_on_cuda, default=write(2.5))
-    call = pallas_call(kernel, interpret=interpret)
+    call = pallas_call(kernel, interpret=self.interpreter(interpreter))
     self.assertAllClose(jax.jit(call)(X), X + np.float32(1.5))
 
   def test_interpreted_in_a_module_for_several_platforms(self):

@@ -7,27 +7,23 @@ same operations.
 import collections
 import contextlib
 import functools
-import importlib
-import inspect
 import re
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax import export
+from jax import custom_batching
 from jax import lax
-from jax._src import compute_on as compute_on_lib
 from jax._src import config
 from jax._src import core
 from jax._src import test_util as jtu
 from jax._src.interpreters import ad
 from jax._src.interpreters import partial_eval as pe
-from jax._src.pallas.fuser import fusible_dtype
 from jax._src.state.discharge import run_state
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
+from jax.experimental import jet
 from jax.experimental import sparse
-from jax.experimental.compute_on import compute_on
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -77,7 +73,7 @@ def custom_vjp(f):
 
 
 def custom_vmap(f):
-  g = jax.custom_batching.custom_vmap(f)
+  g = custom_batching.custom_vmap(f)
   g.def_vmap(lambda axis_size, in_batched, x: (f(x), True))
   return g
 
@@ -227,9 +223,21 @@ def without_second(f):
 
 def exported_gradient(f, platforms=("cpu", "tpu")):
   def g(x):
-    exported = export.export(jax.jit(f), platforms=platforms)(x)
-    vjp = export.deserialize(exported.serialize(vjp_order=1))
-    return grad(vjp.call)(x)
+    exported = tu.export(jax.jit(f), platforms=platforms)(x)
+    return grad(tu.reloaded(exported, vjp_order=1).call)(x)
+  return g
+
+
+def fusible(f):
+  from jax._src.pallas.fuser import fusible_dtype
+  return jax.jit(fusible_dtype.physicalize(f))
+
+
+def closed_call(f):
+  def g(x):
+    subfuns, params = core.closed_call_p.get_bind_params(
+        dict(call_jaxpr=jax.make_jaxpr(f)(x)))
+    return core.closed_call_p.bind(*subfuns, x, **params)[0]
   return g
 
 
@@ -252,6 +260,7 @@ TRANSFORMATIONS = dict(
     vjp=lambda f: lambda x: jax.vjp(f, x)[1](x)[0],
     jacfwd=lambda f: jax.jacfwd(jax.jit(f)),
     jacrev=lambda f: jax.jacrev(jax.jit(f)),
+    hessian=lambda f: jax.hessian(lambda x: jax.jit(f)(x).sum()),
     forward_over_reverse=lambda f: jax.jacfwd(grad(jax.jit(f))),
     reverse_over_forward=lambda f: jax.jacrev(jax.jacfwd(jax.jit(f))),
     reverse_over_reverse=lambda f: grad(grad(jax.jit(f))),
@@ -293,6 +302,10 @@ TRANSFORMATIONS = dict(
         x, np.float32(0), lambda a, b: f(a) + b, (0,)),
     closure_convert=lambda f: lambda x: (lambda g, consts: g(x, *consts))(
         *jax.closure_convert(lambda y: f(y) + x, x)),
+    closed_call=closed_call,
+    closed_call_grad=lambda f: grad(closed_call(f)),
+    closed_call_vmap=lambda f: jax.vmap(closed_call(f)),
+    closed_call_remat=lambda f: grad(jax.checkpoint(closed_call(f))),
     named_call=lambda f: grad(jax.named_call(f, name="named")),
     dce=without_second,
     eval_jaxpr=evaluated,
@@ -313,7 +326,7 @@ TRANSFORMATIONS = dict(
     sparse_operand=lambda f: lambda x: sparse.sparsify(
         lambda m, x: f(m @ x))(sparse.BCOO.fromdense(np.diag(X), nse=4), x),
     key_reuse=random_branches,
-    fusible=lambda f: jax.jit(fusible_dtype.physicalize(f)),
+    fusible=fusible,
     export_vjp=exported_gradient,
     shard_map_checked=lambda f: sharded(f, True),
     shard_map_checked_grad=lambda f: grad(sharded(f, True)),
@@ -322,6 +335,16 @@ TRANSFORMATIONS = dict(
     shard_map_unchecked_grad=lambda f: grad(sharded(f, False)),
     shard_map_unchecked_vmap=lambda f: stack(jax.vmap(sharded(f, False))),
 )
+
+# What a release must have for them.
+REQUIRED = dict(
+    refs="refs", refs_in_scan="refs", key_reuse="key_reuse", fusible="fusible")
+
+# They linearize, for which JAX has two ways from 0.5.3 on.
+LINEARIZING = (
+    "vjp", "jacrev", "hessian", "forward_over_reverse", "reverse_over_reverse",
+    "linearize", "custom_jvp_inside", "custom_vjp_inside", "remat_names",
+    "scan_grad", "closed_call_grad", "checkify_grad", "shard_map_checked_grad")
 
 
 def operations(text):
@@ -338,17 +361,29 @@ class TransformationsTest(tu.JcpTestCase):
     if not internals.native:
       self.enter_context(config.enable_checks(False))
 
+  def transformation(self, name):
+    if name in REQUIRED:
+      self.requires(REQUIRED[name])
+    return TRANSFORMATIONS[name]
+
   @parameterized.parameters(*TRANSFORMATIONS)
   def test_value(self, name):
-    expected = TRANSFORMATIONS[name](elsewhere)(X)
-    transformed = TRANSFORMATIONS[name](choose)
-    self.assertAllClose(jax.jit(transformed)(X), expected, rtol=1e-5)
-    self.assertAllClose(transformed(X), expected, rtol=1e-5)
+    self.check_value(name)
 
   @parameterized.parameters(*TRANSFORMATIONS)
   def test_module(self, name):
+    self.check_module(name)
+
+  def check_value(self, name):
+    transform = self.transformation(name)
+    expected = transform(elsewhere)(X)
+    transformed = transform(choose)
+    self.assertAllClose(jax.jit(transformed)(X), expected, rtol=1e-5)
+    self.assertAllClose(transformed(X), expected, rtol=1e-5)
+
+  def check_module(self, name):
     for platform, owner in (("cpu", elsewhere), ("tpu", on_tpu)):
-      transform = TRANSFORMATIONS[name]
+      transform = self.transformation(name)
       if name == "export_vjp":
         transform = functools.partial(transform, platforms=(platform,))
       ops = operations(tu.lower(transform(choose), X, platforms=(platform,)))
@@ -358,6 +393,13 @@ class TransformationsTest(tu.JcpTestCase):
         # a function from one to the other as an array of one element.
         direct.subtract(["stablehlo.broadcast_in_dim", "stablehlo.reshape"])
       self.assertEqual(+ops, +direct, platform)
+
+  @parameterized.parameters(*LINEARIZING)
+  @tu.requires("direct_linearize")
+  def test_other_linearization(self, name):
+    with config.use_direct_linearize(not config.use_direct_linearize.value):
+      self.check_value(name)
+      self.check_module(name)
 
   @parameterized.parameters(writing, reading)
   def test_gradient_of_run_state(self, make):
@@ -390,42 +432,32 @@ class TransformationsTest(tu.JcpTestCase):
 
   @parameterized.parameters(*TRANSFORMATIONS)
   def test_module_for_several_platforms(self, name):
-    make = TRANSFORMATIONS[name]
+    make = self.transformation(name)
     self.assertRunsAs(make(choose), dict(
         cpu=jax.jit(make(elsewhere)), tpu=jax.jit(make(on_tpu))), X, rtol=1e-5)
 
-
-def on_host(f):
-  if "f" in inspect.signature(compute_on).parameters:
-    return compute_on(f, compute_type="device_host",
-                      out_memory_spaces=jax.memory.Space.Device)
-  def g(*args):
-    with compute_on("device_host"):
-      return f(*args)
-  return g
+def compute_on2(f):
+  from jax._src.compute_on import compute_on2
+  return compute_on2(f, compute_type="device_host",
+                     out_memory_spaces=jax.memory.Space.Device)
 
 
 ON_HOST = dict(
-    region=on_host,
-    jit_inside=lambda f: on_host(jax.jit(f)),
-    jit_outside=lambda f: jax.jit(on_host(f)),
-    scan=lambda f: twice(on_host(f)),
-    vmap=lambda f: stack(jax.vmap(on_host(f))),
-    grad=lambda f: grad(on_host(f)),
-    grad_jit=lambda f: grad(jax.jit(on_host(f))),
-    grad_scan=lambda f: grad(twice(on_host(f))),
-    remat=lambda f: grad(jax.checkpoint(on_host(f))),
-    remat_scan=lambda f: grad(twice(jax.checkpoint(on_host(f)))),
-    dce=lambda f: without_second(on_host(f)),
+    region=tu.host_region,
+    jit_inside=lambda f: tu.host_region(jax.jit(f)),
+    jit_outside=lambda f: jax.jit(tu.host_region(f)),
+    scan=lambda f: twice(tu.host_region(f)),
+    vmap=lambda f: stack(jax.vmap(tu.host_region(f))),
+    grad=lambda f: grad(tu.host_region(f)),
+    grad_jit=lambda f: grad(jax.jit(tu.host_region(f))),
+    grad_scan=lambda f: grad(twice(tu.host_region(f))),
+    remat=lambda f: grad(jax.checkpoint(tu.host_region(f))),
+    remat_scan=lambda f: grad(twice(jax.checkpoint(tu.host_region(f)))),
+    dce=lambda f: without_second(tu.host_region(f)),
+    compute_on2=compute_on2,
+    compute_on2_jit=lambda f: compute_on2(jax.jit(f)),
+    compute_on2_grad=lambda f: grad(compute_on2(f)),
 )
-if hasattr(compute_on_lib, "compute_on2"):
-  compute_on2 = functools.partial(
-      compute_on_lib.compute_on2, compute_type="device_host",
-      out_memory_spaces=jax.memory.Space.Device)
-  ON_HOST.update(
-      compute_on2=compute_on2,
-      compute_on2_jit=lambda f: compute_on2(jax.jit(f)),
-      compute_on2_grad=lambda f: grad(compute_on2(f)))
 
 
 class ComputeOnTest(tu.JcpTestCase):
@@ -436,6 +468,7 @@ class ComputeOnTest(tu.JcpTestCase):
       return lax.platform_dependent(
           x, cpu=lambda x: jnp.sin(x) * 1.5, cuda=tu.marked(2.5),
           tpu=tu.marked(3.5), default=tu.marked(4.5))
+    self.requires("compute_on2" if "2" in name else "compute_on")
     transform = ON_HOST[name]
     text = tu.lower(transform(choose), X, platforms=(platform,))
     direct = tu.lower(transform(lambda x: jnp.sin(x) * 1.5), X,
@@ -446,8 +479,9 @@ class ComputeOnTest(tu.JcpTestCase):
                      direct.count("_xla_compute_type"))
     self.assertGreater(text.count("_xla_compute_type"), 0)
 
+  @tu.requires("compute_on")
   def test_what_is_outside_is_for_the_device(self):
-    f = lambda x: on_host(choose)(x) + choose(x)
+    f = lambda x: tu.host_region(choose)(x) + choose(x)
     text = tu.lower(f, X, platforms=("tpu",))
     self.assertEqual(tu.count_ops(text, "stablehlo.sine"), 1)
     self.assertEqual(tu.count_ops(text, "stablehlo.cosine"), 1)
@@ -507,12 +541,10 @@ class OtherInterpretersTest(tu.JcpTestCase):
                     dict(custom_pp_eqn_rules=False)):
       self.assertIn(shown, jaxpr.pretty_print(use_color=False, **options))
 
+  @tu.requires("high_types")
   def test_high_types(self):
     """JAX 0.7.2 to 0.9.0.1 refuse its own param where they are lowered."""
-    try:
-      from jax._src.hijax import new_box
-    except ImportError:
-      self.skipTest("This JAX has no `new_box`.")
+    from jax._src.hijax import new_box
     def double(x):
       box = new_box()
       box.set(x)
@@ -522,11 +554,35 @@ class OtherInterpretersTest(tu.JcpTestCase):
     self.assertAllClose(jax.jit(f)(X), 2 * X)
     self.assertNotIn("case", tu.lower(jax.jit(f), X, platforms=("cpu",)))
 
+  def test_jet_where_the_branch_is_known(self):
+    """JAX has no rule for conditionals, and there is none."""
+    def jet_of(f):
+      return lambda x: jet.jet(f, (x,), ((x, x),))
+    expected = jet_of(elsewhere)(X)
+    self.assertAllClose(jet_of(choose)(X), expected, rtol=1e-5)
+    with jax_cond_patch.pin("cpu"):
+      for f in (jet_of(choose), jax.jit(jet_of(choose)),
+                jet_of(jax.jit(choose))):
+        self.assertAllClose(f(X), expected, rtol=1e-5)
+        self.assertEqual(
+            operations(tu.lower(f, X, platforms=("cpu",))),
+            operations(tu.lower(jet_of(elsewhere), X, platforms=("cpu",))))
+
+  @parameterized.parameters(
+      choose, lambda x: lax.cond(x[0] > 0, elsewhere, on_tpu, x))
+  def test_no_jet(self, f):
+    """The error is JAX's own."""
+    errors = []
+    for context in (jax_cond_patch.activated, jax_cond_patch.deactivated):
+      with context(), self.assertRaises(Exception) as raised:
+        jax.jit(lambda x: jet.jet(f, (x,), ((x, x),)))(X)
+      errors.append(repr(raised.exception))
+    self.assertEqual(*errors)
+
   @parameterized.parameters(True, False)
+  @tu.requires("optional_varying_axes")
   def test_shard_map_that_rewrites(self, check):
     """JAX 0.6.0 rewrites if there are no varying axes, and before."""
-    if not hasattr(config, "varying_axes_in_types"):
-      self.skipTest("This JAX has varying axes.")
     with config.varying_axes_in_types(False):
       for transform in (lambda f: f, grad, lambda f: stack(jax.vmap(f))):
         f = transform(sharded(choose, check))
@@ -535,12 +591,9 @@ class OtherInterpretersTest(tu.JcpTestCase):
         self.assertAllClose(f(X), expected, rtol=1e-5)
         self.assertNotIn("stablehlo.case", tu.lower(f, X, platforms=("cpu",)))
 
+  @tu.requires("roofline_of_conditionals")
   def test_roofline(self):
     from jax.experimental import roofline
-    # The module, which has the name of the function.
-    rooflines = importlib.import_module("jax.experimental.roofline.roofline")
-    if internals.platform_index_p not in rooflines._rooflines:
-      self.skipTest("JAX's roofline knows conditionals since JAX 0.7.")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
     roofline.roofline(choose, mesh=mesh, in_specs=P(), out_specs=P())(
         jax.ShapeDtypeStruct(X.shape, X.dtype))
