@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 import weakref
 
+import jax
 from jax._src import core
 import numpy as np
 
@@ -107,7 +108,8 @@ def _param(x) -> Hashable:
     return type(x), *map(_param, x)
   if internals.is_jaxpr(x):
     return _structure(shared(x))
-  if callable(x) and not isinstance(x, type):
+  # A mesh decorates functions.
+  if callable(x) and not isinstance(x, (type, jax.sharding.Mesh)):
     raise TypeError("A jaxpr with functions is not shared.")
   if isinstance(x, (float, complex)):
     return type(x), repr(x)
