@@ -36,7 +36,7 @@ def __getattr__(name: str):
   if name in ("Explanation", "explain"):
     from jax_cond_patch import explanation
     return getattr(explanation, name)
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  raise AttributeError(f"{__name__}.{name}")
 
 
 if not _is_command_without_jax():

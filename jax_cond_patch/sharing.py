@@ -17,6 +17,10 @@ import numpy as np
 from jax_cond_patch.compat import internals
 
 
+class _NotShared(Exception):
+  """There are arrays or functions in a jaxpr."""
+
+
 class _First:
   """The first jaxpr of a structure."""
   jaxpr = None
@@ -43,7 +47,7 @@ def _shared(jaxpr):
   # None, since the cache must not hold on to its own key.
   try:
     first = _first_of(_structure(jaxpr))
-  except TypeError:  # Something in it can't be hashed.
+  except (_NotShared, TypeError):  # Something in it may not be hashable.
     return None
   first.jaxpr = first.jaxpr or jaxpr
   return None if first.jaxpr is jaxpr else first.jaxpr
@@ -51,7 +55,7 @@ def _shared(jaxpr):
 
 def _structure(jaxpr) -> Hashable:
   if getattr(jaxpr, "consts", ()):
-    raise TypeError("A jaxpr with constants is not shared.")
+    raise _NotShared
   opened = internals.open_jaxpr(jaxpr)
   numbers: dict[core.Var, int] = {}
 
@@ -91,7 +95,7 @@ class _Same:
 def _params(eqn: core.JaxprEqn) -> Hashable:
   try:
     return _param(eqn.params)
-  except TypeError:
+  except _NotShared:
     # A jitted function may hold functions, of `jax.custom_jvp`. It is one jaxpr
     # wherever it is called, and holds no values of the program that calls it.
     jaxpr = eqn.params.get("jaxpr")
@@ -110,7 +114,7 @@ def _param(x) -> Hashable:
     return _structure(shared(x))
   # A mesh decorates functions.
   if callable(x) and not isinstance(x, (type, jax.sharding.Mesh)):
-    raise TypeError("A jaxpr with functions is not shared.")
+    raise _NotShared
   if isinstance(x, (float, complex)):
     return type(x), repr(x)
   if isinstance(x, np.generic):
