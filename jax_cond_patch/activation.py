@@ -644,10 +644,13 @@ def deactivate() -> None:
     # What knows the marks follows when none is left, and then, when nothing
     # needs them, the rules of our own primitives.
     additions = sum(replacement.is_addition for replacement, _, _ in _undo)
-    for left in (len(_undo) - 1, len(_undo) - 2, additions, 0):
-      _restore(_undo, left)
-      _forget()
-    _reason = "deactivated"
+    try:
+      for left in (len(_undo) - 1, len(_undo) - 2, additions, 0):
+        _restore(_undo, left)
+        _forget()
+    finally:  # whoever interrupts it does not want JAX half patched
+      _restore(_undo)
+      _reason = "deactivated"
     _logger.info("JAX is as it was before it was patched")
 
 

@@ -199,6 +199,10 @@ class Transformation:
   differentiates: bool = False
 
 
+# What is no error of a branch; to try the branches then takes forever.
+_OF_PYTHON = (RecursionError, MemoryError)
+
+
 def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
         platforms: platforms_lib.BranchesPlatforms,
         transformation: Transformation, args: Sequence):
@@ -222,7 +226,7 @@ def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
   try:
     return rule(cond, branches)
   except Exception as error:
-    if not enabled or len(branches) == 1:
+    if not enabled or len(branches) == 1 or isinstance(error, _OF_PYTHON):
       raise
     branches = tuple(map(with_own_effects, branches))
     errors: list[DeferredError | None] = []
@@ -231,6 +235,8 @@ def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
         rule(_Trial(), (branch,) * len(branches))
       except _Done:
         errors.append(None)
+      except _OF_PYTHON:
+        raise
       except Exception as branch_error:
         errors.append(_deferred(
             branch_error, names, transformation, _location(branch_error)))
