@@ -1,6 +1,8 @@
 """Tests of platform conditionals in the bodies of Pallas kernels.
 
 What a kernel is lowered to is printed by `debug=True`; no device is needed.
+That is as far as these tests go: what the compilers of Mosaic and Triton make
+of it, and what it computes there, only such a device shows.
 """
 import contextlib
 import inspect
@@ -112,6 +114,20 @@ def constants(text):
   return sorted({float(x) for x in re.findall(r"\b\d\.5(?=0*e|\b)", text)})
 
 
+def without_locations(text):
+  text = re.sub(r"^#loc.*\n", "", text, flags=re.M)
+  # As MLIR writes them, and in its pretty form.
+  return re.sub(r' ?\bloc\((?:[^()]|\([^()]*\))*\)|"[^"]*"\(#loc\d+\)|#loc\d+',
+                "", text)
+
+
+def named(fun):
+  """Kernels are named after their functions."""
+  def kernel(x_ref, o_ref):
+    fun(x_ref, o_ref)
+  return kernel
+
+
 LANGUAGES = (("mosaic", "tpu"), ("triton", "cuda"), ("triton", "rocm"),
              ("mosaic_gpu", "cuda"))
 
@@ -136,6 +152,33 @@ class KernelTest(tu.JcpTestCase):
   def test_language_picks_the_branch(self, language, platform):
     text = self.lowered(language, platform, kernel(*BRANCHES))
     self.assertEqual(constants(text), [BRANCHES[language]])
+
+  @parameterized.parameters(*LANGUAGES)
+  def test_kernel_is_that_of_the_branch(self, language, platform):
+    def direct(x_ref, o_ref):
+      o_ref[...] = add(BRANCHES[language])(x_ref[...])
+    self.assertMultiLineEqual(
+        without_locations(self.lowered(language, platform, named(
+            kernel(*BRANCHES)))),
+        without_locations(self.lowered(language, platform, named(direct))))
+
+  @tu.requires("mosaic_gpu_kernels")
+  def test_resources_of_the_branch(self):
+    """What other branches would need is not asked for."""
+    def with_scratch(factor):
+      def branch(x_ref, o_ref):
+        def scoped(scratch_ref):
+          scratch_ref[:8, :] = x_ref[...]
+          o_ref[...] = scratch_ref[:8, :]
+        pl.run_scoped(scoped, plgpu.SMEM((8 * factor, 128), X.dtype))
+      return branch
+    def kernel(x_ref, o_ref):
+      lax.platform_dependent(
+          mosaic_gpu=lambda: with_scratch(2)(x_ref, o_ref),
+          default=lambda: with_scratch(1000)(x_ref, o_ref))
+    self.assertMultiLineEqual(*(
+        without_locations(self.lowered("mosaic_gpu", "cuda", named(k)))
+        for k in (kernel, with_scratch(2))))
 
   @parameterized.parameters(*LANGUAGES)
   def test_default_branch(self, language, platform):

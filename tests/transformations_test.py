@@ -560,13 +560,14 @@ class OtherInterpretersTest(tu.JcpTestCase):
       return lambda x: jet.jet(f, (x,), ((x, x),))
     expected = jet_of(elsewhere)(X)
     self.assertAllClose(jet_of(choose)(X), expected, rtol=1e-5)
-    with jax_cond_patch.pin("cpu"):
-      for f in (jet_of(choose), jax.jit(jet_of(choose)),
-                jet_of(jax.jit(choose))):
-        self.assertAllClose(f(X), expected, rtol=1e-5)
-        self.assertEqual(
-            operations(tu.lower(f, X, platforms=("cpu",))),
-            operations(tu.lower(jet_of(elsewhere), X, platforms=("cpu",))))
+    self.addCleanup(jax_cond_patch.pin, None)
+    jax_cond_patch.pin(("cpu",))
+    for make in (jet_of, lambda f: jax.jit(jet_of(f)),
+                 lambda f: jet_of(jax.jit(f))):
+      self.assertAllClose(make(choose)(X), expected, rtol=1e-5)
+      self.assertEqual(
+          operations(tu.lower(make(choose), X, platforms=("cpu",))),
+          operations(tu.lower(make(elsewhere), X, platforms=("cpu",))))
 
   @parameterized.parameters(
       choose, lambda x: lax.cond(x[0] > 0, elsewhere, on_tpu, x))

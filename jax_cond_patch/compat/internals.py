@@ -72,7 +72,10 @@ def bind_platform_index(branches_platforms):
   Returns:
     An int32 scalar.
   """
-  return platform_index_p.bind(**platform_index_params(branches_platforms))
+  index = platform_index_p.bind(**platform_index_params(branches_platforms))
+  # Alone jet, which has no rule for conditionals, puts an index that is known
+  # into a tracer.
+  return core.full_lower(index)
 
 
 def takes(fun: Callable, name: str) -> bool:
