@@ -520,7 +520,7 @@ def _activate(pin: Sequence[str] | None, defer: bool | None,
         raise JaxCondPatchError(
             "JAX cannot be pinned to platforms: the change is in its source "
             "(jax_cond_patch/patches), which has no pins. Use the JAX that was "
-            "released, or no pin. See docs/pages/patches.md.")
+            "released, or no pin. See docs/pages/errors.md#pin-in-source.")
       _reason = ("the change is in the source of this JAX, from "
                  "jax_cond_patch/patches; there is nothing to patch")
       _logger.info("JAX is left as it is: %s", _reason)

@@ -24,7 +24,6 @@ import tempfile
 from jax_cond_patch.errors import JaxCondPatchError
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent
-_DOCS = "See docs/pages/patches.md."
 # The id of what is not there.
 _ABSENT = "0" * 40
 
@@ -140,12 +139,13 @@ def _git(folder: pathlib.Path, *args: str, input: bytes | None = None,
                           capture_output=True, check=False)
   except FileNotFoundError:
     raise CheckoutError(
-        f"There is no git on this machine; it applies the diffs. {_DOCS}"
-    ) from None
+        "There is no git on this machine; it applies the diffs. Install it. "
+        "See docs/pages/errors.md#apply-git.") from None
   if done.returncode:
     raise CheckoutError(
         f"git {args[0]} failed, and everything is as it was: "
-        f"{done.stderr.decode(errors='replace').strip()}")
+        f"{done.stderr.decode(errors='replace').strip()} "
+        "See docs/pages/errors.md#apply-git.")
   return done.stdout.decode().rstrip("\n")
 
 
@@ -163,12 +163,15 @@ class Tree:
   def __init__(self, path: str | os.PathLike):
     self.path = pathlib.Path(path).resolve()
     if not self.path.is_dir():
-      raise CheckoutError(f"There is no folder {self.path}. {_DOCS}")
+      raise CheckoutError(
+          f"There is no folder {self.path}. Give the root of a checkout of "
+          "JAX. See docs/pages/errors.md#apply-tree.")
     if not (self.path / "jax" / "_src").is_dir():
       raise CheckoutError(
           f"{self.path} does not hold JAX: it has no folder jax/_src. Give the "
           "root of a git checkout of JAX, or the folder of an unpacked release "
-          f"that its folder jax is in, such as site-packages. {_DOCS}")
+          "that its folder jax is in, such as site-packages. See "
+          "docs/pages/errors.md#apply-tree.")
     # An unpacked release may stand in another project's repository.
     self.is_checkout = (self.path / ".git").exists()
 
@@ -218,14 +221,15 @@ class Tree:
       raise CheckoutError(
           f"There are no diffs for what is in {self.path}: it is "
           f"{found_version}, and there are diffs for {supported()}. Check out "
-          f"the tag of one of these. {_DOCS}")
+          "the tag of one of these. See docs/pages/errors.md#apply-tree.")
     differ, series = closest
     tag = next(r for r in series.releases if r.release == self.version).tag
     raise CheckoutError(
         f"{self.path} is {found_version}, but not the released one: "
         f"{', '.join(differ)} {'differs' if len(differ) == 1 else 'differ'}. "
         f"The diffs fit the files of the release exactly. Check out {tag}, or "
-        f"install the release again; then rebase your changes on it. {_DOCS}")
+        "install the release again; then rebase your changes on it. See "
+        "docs/pages/errors.md#apply-tree.")
 
   def check_clean(self, but: Sequence[str] = ()) -> None:
     """Raises if files have changed since the last commit, but for some."""
@@ -238,7 +242,7 @@ class Tree:
       raise CheckoutError(
           f"{self.path} has changes that are not committed: "
           f"{', '.join(paths[:5])}{more}. Commit them, or put them away with "
-          f"`git stash`. {_DOCS}")
+          "`git stash`. See docs/pages/errors.md#apply-changes.")
 
   def change(self, series: Series, reverse: bool, commit: bool) -> None:
     """Puts a series in, or takes it out: all of it, or nothing.
@@ -380,5 +384,5 @@ def apply(path: str | os.PathLike, *, check: bool = False, commit: bool = True,
   except OSError as error:
     raise CheckoutError(
         f"{tree.path} is as it was: {error}. Give yourself the right to change "
-        f"it, or make room. {_DOCS}") from error
+        "it, or make room. See docs/pages/errors.md#apply-write.") from error
   return f"{tree.path}: {what} were {done}."
