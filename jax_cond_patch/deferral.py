@@ -256,16 +256,17 @@ def run(rule: Callable[[Any, Sequence], Any], cond, branches: Sequence,
       raise error
 
 
-def with_own_effects(branch):
-  """Takes off the effects that JAX has given a branch for those of others."""
+def with_own_effects(jaxpr):
+  """Gives a jaxpr the effects of its equations, and no others."""
   def own(jaxpr):
     of_eqns = {e for eqn in jaxpr.eqns for e in eqn.effects}
-    effects = {e for e in jaxpr.effects
-               if internals.is_input_effect(e) or e in of_eqns}
+    # Those of inputs are named by other variables, or numbers, in equations.
+    effects = {*filter(internals.is_input_effect, jaxpr.effects),
+               *(e for e in of_eqns if not internals.is_input_effect(e))}
     if effects == set(jaxpr.effects):
       return jaxpr
     return jaxpr.replace(effects=effects, debug_info=jaxpr.debug_info)
-  return internals.map_jaxpr(own, branch)
+  return internals.map_jaxpr(own, jaxpr)
 
 
 def _refused_effects(jaxpr) -> list:

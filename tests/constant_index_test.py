@@ -344,10 +344,9 @@ class PlatformFlagTest(tu.JcpTestCase):
       self.assertSameModule(h, lambda x: x * 3, X)
       self.assertIn("case", tu.lower(h, X, platforms=("tpu",)))
 
+  @tu.requires("compute_on")
   def test_compute_on_host(self):
     """On the host it is the host's flag, wherever it is made."""
-    if tu.compute_on is None:
-      self.skipTest("This JAX has no compute_on.")
     def host(x, flag):
       return (lax.cond(flag_of_platform(), IF_TRUE, IF_FALSE, x) +
               lax.cond(flag, lambda x: x * 7.25, lambda x: x * 8.25, x))

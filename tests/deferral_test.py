@@ -478,6 +478,8 @@ class DeferralTest(tu.JcpTestCase):
         f = transformed(f)
         self.assertAllClose(jax.jit(f)(X), transformed(reachable)(X), rtol=1e-5)
     f = transformed(elsewhere(independent_io))
+    # It is an effect of the whole program, as the effect itself is.
+    self.assertIn(deferral.deferred_error_effect, jax.make_jaxpr(f)(X).effects)
     with self.assertRaises(Exception) as caught:
       tu.lower(f, X, platforms=("tpu",))
     with self.assertRaises(Exception) as expected:

@@ -184,9 +184,8 @@ class PinningTest(tu.JcpTestCase):
     self.assertAllClose(jax.jit(jax.grad(lambda x: f(x).sum()))(X),
                         jax.grad(lambda x: direct(x).sum())(X))
 
+  @tu.requires("compute_on")
   def test_compute_on_host(self):
-    if tu.compute_on is None:
-      self.skipTest("This JAX has no compute_on.")
     f = lambda x: choose(tu.on_host(choose)(x))
     jax_cond_patch.pin(("tpu",))
     with self.assertBreaksPin(("tpu",), "cpu"):
