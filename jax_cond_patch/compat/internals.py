@@ -504,11 +504,16 @@ def clear_caches() -> None:
       common, "_initial_style_jaxprs_with_common_consts", None)
   if hasattr(branches, "cache_clear"):
     branches.cache_clear()
-  # JAX 0.12 copies the rules of a primitive into a second one, `ad.vjp_node`,
-  # and keeps it in a cache that `jax.clear_caches` does not know.
+  # JAX 0.12 copies the rules of a primitive to a second one, `ad.vjp_node`,
+  # which it keeps. They are copied again; a new one each time would be a leak.
   from jax._src.interpreters import ad
-  if hasattr(ad, "vjp_node"):
-    ad.vjp_node.cache_clear()
+  if hasattr(ad, "VJPNode"):
+    for node in [p for p in pe.dce_rules if isinstance(p, ad.VJPNode)]:
+      for rules in (ad.fancy_transposes, ad.primitive_transposes,
+                    core.custom_typechecks):
+        rules.pop(node, None)
+        if node.prim in rules:
+          rules[node] = rules[node.prim]
 
 
 # Lowering.
