@@ -75,6 +75,9 @@ _FEATURES = dict(
     serialization=(
         hasattr(_export, "deserialize"),
         "Exported functions are not serialized up to JAX 0.4.23."),
+    ffi=(
+        hasattr(jax, "ffi"),
+        "Up to JAX 0.4.38 there is no jax.ffi, and other ways to call it."),
     set_xla_metadata=(
         _has_module("jax.experimental.xla_metadata"),
         "There is no set_xla_metadata up to JAX 0.4.31."),
