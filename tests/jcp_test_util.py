@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -110,8 +111,11 @@ _FEATURES = dict(
         _has("jax._src.compute_on", "compute_on2"),
         "Only JAX 0.8.0 to 0.11.0 have a second `compute_on`."),
     refs=(
-        hasattr(jax, "new_ref") or hasattr(core, "mutable_array"),
-        "Up to JAX 0.4.25 there are no references outside of run_state."),
+        jax.__version_info__ >= (0, 5, 0),
+        "Up to JAX 0.4.38 branches take references in run_state only."),
+    platform_dependent_diagonal=(
+        "platform_dependent" in inspect.getsource(jnp.diagonal),
+        "JAX's diagonal is the same on each platform."),
     key_reuse=(
         hasattr(jax, "debug_key_reuse"),
         "Up to JAX 0.4.25 no reuse of keys is found."),
