@@ -95,7 +95,8 @@ def lowered(language, platform, kernel, **kwargs):
     if pltriton is not None:
       kwargs["compiler_params"] = params(pltriton)
     call = pallas_call(kernel, debug=True, **kwargs)
-  elif "debug" in inspect.signature(plgpu.kernel).parameters:
+  elif (hasattr(plgpu, "kernel") and
+        "debug" in inspect.signature(plgpu.kernel).parameters):
     call = plgpu.kernel(kernel, debug=True, out_type=OUT, **kwargs)
   else:
     if "backend" in inspect.signature(pl.pallas_call).parameters:
@@ -233,7 +234,9 @@ class KernelTest(tu.JcpTestCase):
     def kernel(x_ref, o_ref):
       x = x_ref[...]
       if inside == "fori":
-        x = lax.fori_loop(0, 3, lambda _, x: body(x), x)
+        # Old Triton takes no loop without the index.
+        x = lax.fori_loop(
+            0, 3, lambda i, x: body(x) + i.astype(x.dtype), x)
       elif inside == "cond":
         x = lax.fori_loop(0, 3, lambda i, x: lax.cond(
             i > 0, body, lambda x: x, x), x)
