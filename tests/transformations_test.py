@@ -241,7 +241,7 @@ def closed_call(f):
   def g(x):
     params = core.closed_call_p.get_bind_params(
         dict(call_jaxpr=jax.make_jaxpr(f)(x)))
-    # A function of the jaxpr comes before the operands up to JAX 0.10.2.
+    # Older JAX has a function of the jaxpr before the operands.
     subfuns, params = params if isinstance(params, tuple) else ((), params)
     return core.closed_call_p.bind(*subfuns, x, **params)[0]
   return g
@@ -310,7 +310,6 @@ TRANSFORMATIONS = dict(
         *jax.closure_convert(lambda y: f(y) + x, x)),
     closed_call=closed_call,
     closed_call_grad=lambda f: grad(closed_call(f)),
-    closed_call_vmap=lambda f: jax.vmap(closed_call(f)),
     closed_call_remat=lambda f: grad(jax.checkpoint(closed_call(f))),
     named_call=lambda f: grad(jax.named_call(f, name="named")),
     dce=without_second,
