@@ -115,7 +115,9 @@ class Replacement:
 def table() -> Sequence[Replacement]:
   """Lists what is replaced in the installed JAX, in order."""
   for name in _late_tables():
-    importlib.import_module(name)
+    # The exporter of JAX 0.4.24 to 0.4.29 needs flatbuffers.
+    with contextlib.suppress(ImportError):
+      importlib.import_module(name)
   return _table()
 
 
@@ -253,12 +255,6 @@ def _early_table() -> Sequence[Replacement]:
         Member(getattr(effects, name)._effect_types, pinning.PinnedEffect),
         pinning.PinnedEffect, "programs may be traced under a pin")
 
-  export = internals.export_module()
-  for name in ("_module_to_bytecode", "_serialize_module"):  # up to JAX 0.4.23
-    if hasattr(export, name):
-      replace(f"export.{name}", Attribute(export, name),
-              pinning.module_to_bytecode, "says the pin in what is exported")
-
   replace("mlir.jaxpr_subcomp", Attribute(mlir, "jaxpr_subcomp"),
           lowering.jaxpr_subcomp,
           "the same for what is traced while lowering")
@@ -340,6 +336,15 @@ def _shard_map_table(shard_map) -> Iterator[Replacement]:
           lambda rule=rule: rule, "a rule of our own", is_addition=True)
 
 
+def _export_table(export) -> Iterator[Replacement]:
+  from jax_cond_patch import pinning
+  for name in ("_module_to_bytecode", "_serialize_module"):  # up to JAX 0.4.23
+    if hasattr(export, name):
+      yield Replacement(
+          f"export.{name}", Attribute(export, name),
+          pinning.module_to_bytecode, "says the pin in what is exported")
+
+
 @functools.cache
 def _late_tables() -> dict[str, Callable[[Any], Iterator[Replacement]]]:
   """Tables for modules that `import jax` does not import, by their names.
@@ -348,7 +353,8 @@ def _late_tables() -> dict[str, Callable[[Any], Iterator[Replacement]]]:
   """
   from jax_cond_patch.compat import internals
   tables: dict[str, Callable[[Any], Iterator[Replacement]]] = {
-      "jax._src.checkify": _checkify_table}
+      "jax._src.checkify": _checkify_table,
+      internals.export_module(): _export_table}
   if not internals.native:
     tables["jax.experimental.shard_map"] = _shard_map_table
   return tables
@@ -696,8 +702,10 @@ def _set_pin(platforms: tuple[str, ...] | None) -> None:
 
 
 def _clear_caches() -> None:
+  from jax_cond_patch import sharing
   from jax_cond_patch.compat import internals
   internals.clear_caches()
+  sharing.forget()
 
 
 # What other threads do in JAX is waited for, but not for ever: one may be in a

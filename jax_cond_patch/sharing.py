@@ -138,19 +138,10 @@ def closed(jaxpr):
   return jaxpr
 
 
-class _Call:
-  """A call that is equal to those with the same key."""
-  __slots__ = ("key", "make")
-
-  def __init__(self, key: Hashable, make: Callable):
-    self.key = key
-    self.make: Callable | None = make
-
-  def __hash__(self):
-    return hash(self.key)
-
-  def __eq__(self, other):
-    return self.key == other.key
+# A dict of Python's, since threads may be here while another one forgets all:
+# JAX's own caches by weak references do not survive that if a key has an
+# `__eq__` written in Python, up to JAX 0.6.0 at least.
+_results: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def once(jaxpr, key: Hashable, make: Callable[[], Any]):
@@ -164,19 +155,20 @@ def once(jaxpr, key: Hashable, make: Callable[[], Any]):
   Returns:
     The result.
   """
+  key = internals.trace_context(), key
   try:
     hash(key)
   except TypeError:
     return make()
-  return _made(jaxpr, _Call(key, make))
+  results = _results.setdefault(jaxpr, {})
+  if key not in results:
+    results[key] = make()
+  return results[key]
 
 
-@internals.weakref_lru_cache
-def _made(jaxpr, call: _Call):
-  del jaxpr
-  assert call.make is not None
-  make, call.make = call.make, None  # It may hold on to the jaxpr.
-  return make()
+def forget() -> None:
+  """Forgets all results."""
+  _results.clear()
 
 
 def frozen(x) -> Hashable:

@@ -79,8 +79,8 @@ class TableTest(tu.JcpTestCase):
         return fun
       return decorate
     nox = types.SimpleNamespace(
-        options=types.SimpleNamespace(), session=lambda fun: fun,
-        parametrize=parametrize)
+        options=types.SimpleNamespace(), parametrize=parametrize,
+        session=lambda fun=None, **_: fun or (lambda fun: fun))
     with mock.patch.dict(sys.modules, nox=nox), mock.patch.dict("os.environ"):
       runpy.run_path(str(ROOT / "noxfile.py"))
     for names, values, ids in made.values():

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
-import importlib
 import functools
 import inspect
 import pathlib
@@ -17,6 +16,7 @@ import types
 from typing import Any
 
 import jax
+from jax._src import config
 from jax._src import core
 from jax._src import dispatch
 from jax._src import effects as effects_lib
@@ -458,20 +458,18 @@ def remat_rules() -> dict:
   return remat.rules
 
 
-def export_module():
-  """The module that exports functions; None if what it needs is missing.
+def export_module() -> str:
+  """The name of the module that exports functions.
 
   It moved at JAX 0.4.24 and 0.4.29:
   https://github.com/jax-ml/jax/commit/69788d18b6,
   https://github.com/jax-ml/jax/commit/14d87d3bf7.
   """
-  for name in ("jax._src.export._export", "jax.experimental.export._export",
-               "jax.experimental.export.export"):
-    try:
-      return importlib.import_module(name)
-    except ImportError:
-      pass
-  return None
+  packages = pathlib.Path(jax.__file__).parent.parent
+  names = ("jax._src.export._export", "jax.experimental.export._export",
+           "jax.experimental.export.export")
+  return next(name for name in names if
+              (packages / f"{name.replace('.', '/')}.py").exists())
 
 
 def hide_frames(path: str) -> None:
@@ -486,6 +484,14 @@ def weakref_lru_cache(fun: Callable) -> Callable:
 
 def cache(max_size: int) -> Callable:
   return util.cache(max_size)
+
+
+def trace_context():
+  """What of JAX's settings a trace depends on; JAX has it in all cache keys."""
+  # https://github.com/jax-ml/jax/commit/995bdaa912 (JAX 0.4.25) moved it.
+  if hasattr(config, "trace_context"):
+    return config.trace_context()
+  return config.config._trace_context()
 
 
 def clear_caches() -> None:
