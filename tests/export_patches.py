@@ -22,7 +22,6 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("JAX_COND_PATCH", "0")
 from jax_cond_patch import checkout  # noqa: E402
 
 # Nothing in these depends on the version of git, on its settings, on when and
