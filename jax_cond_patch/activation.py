@@ -153,6 +153,8 @@ def _early_table() -> Sequence[Replacement]:
 
   cond_p = internals.cond_p
   modules = dict(ad=ad, batching=batching, discharge=discharge)
+  batching_tables = ("fancy_primitive_batchers", "spmd_axis_primitive_batchers",
+                     "axis_primitive_batchers")
   made = []
 
   def replace(name, place, make, why):
@@ -167,6 +169,16 @@ def _early_table() -> Sequence[Replacement]:
   replace("cond_p.impl", Attribute(cond_p, "impl"), rules.impl,
           "runs the branch taken if another one can't be lowered")
 
+  def replace_where_it_is(module, names, primitive, make, why):
+    """For a rule that stands in one of several tables, by release."""
+    for name in names:
+      rules_table = getattr(modules[module], name, None)
+      # JAX 0.4.36 to 0.5 have objects that only take entries, for old names.
+      if isinstance(rules_table, dict) and primitive in rules_table:
+        key = "cond_p" if primitive is cond_p else f"{primitive}_p"
+        replace(f"{module}.{name}[{key}]", Item(rules_table, primitive), make,
+                why)
+
   index_why = "the platform index is not passed on, but made again"
   add("pe.partial_eval_jaxpr_custom_rules[platform_index_p]",
       Item(pe.partial_eval_jaxpr_custom_rules, internals.platform_index_p),
@@ -177,7 +189,6 @@ def _early_table() -> Sequence[Replacement]:
   replace_rule("pe.partial_eval_jaxpr_custom_rules",
                pe.partial_eval_jaxpr_custom_rules, rules.partial_eval_custom,
                why)
-  # The rules that stand in one of several tables, by release.
   for module, names, make, reason in (
       ("ad", ("primitive_jvps",), rules.jvp, why),
       ("ad", ("primitive_linearizations",), rules.linearize,
@@ -185,15 +196,10 @@ def _early_table() -> Sequence[Replacement]:
       ("ad", ("primitive_transposes", "reducing_transposes"), rules.transpose,
        f"{why}; {index_why}"),
       ("ad", ("fancy_transposes",), rules.fancy_transpose, why),
-      ("batching", ("fancy_primitive_batchers", "spmd_axis_primitive_batchers",
-                    "axis_primitive_batchers"), rules.batching, why),
+      ("batching", batching_tables, rules.batching, why),
       ("discharge", ("_partial_discharge_rules", "_discharge_rules"),
        rules.discharge, why)):
-    for name in names:
-      rules_table = getattr(modules[module], name, None)
-      # JAX 0.4.36 to 0.5 have objects that only take entries, for old names.
-      if isinstance(rules_table, dict) and cond_p in rules_table:
-        replace_rule(f"{module}.{name}", rules_table, make, reason)
+    replace_where_it_is(module, names, cond_p, make, reason)
   if any(cond_p in getattr(ad, name, ()) for name in (
       "primitive_transposes", "reducing_transposes")):
     add("ad.primitive_transposes[platform_index_p]",
@@ -210,12 +216,8 @@ def _early_table() -> Sequence[Replacement]:
     for name in ("vjp_fwd", "lin"):
       replace(f"ad_checkpoint.RematTraced.{name}", Attribute(traced, name),
               rules.remat_method, why_effects)
-  for name in ("fancy_primitive_batchers", "spmd_axis_primitive_batchers",
-               "axis_primitive_batchers"):
-    rules_table = getattr(batching, name, None)
-    if isinstance(rules_table, dict) and loops.while_p in rules_table:
-      replace(f"batching.{name}[while_p]", Item(rules_table, loops.while_p),
-              rules.while_batching, why_effects)
+  replace_where_it_is("batching", batching_tables, loops.while_p,
+                      rules.while_batching, why_effects)
   if cond_p in internals.remat_rules():
     replace_rule("remat.rules", internals.remat_rules(), rules.remat, why)
   if internals.has_closed_jaxprs:

@@ -9,7 +9,6 @@ import json
 import re
 import sys
 
-import hypothesis
 import jax
 from jax import lax
 from jax.experimental import checkify
@@ -81,12 +80,7 @@ def of(choose):
 def drawn_programs() -> list:
   found = []
 
-  @hypothesis.seed(0)
-  @hypothesis.settings(
-      max_examples=RANDOM_PROGRAMS, deadline=None, database=None,
-      phases=[hypothesis.Phase.generate],
-      suppress_health_check=list(hypothesis.HealthCheck))
-  @hypothesis.given(random_programs.programs())
+  @random_programs.sampling(RANDOM_PROGRAMS, seed=0)
   def draw(program):
     found.append(program)
 

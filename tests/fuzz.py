@@ -27,12 +27,7 @@ def run(examples: int, seed: int) -> tuple[collections.Counter, list[str]]:
   counts: collections.Counter = collections.Counter()
   reports = []
 
-  @hypothesis.seed(seed)
-  @hypothesis.settings(
-      max_examples=examples, deadline=None, database=None,
-      phases=[hypothesis.Phase.generate],
-      suppress_health_check=list(hypothesis.HealthCheck))
-  @hypothesis.given(random_programs.programs())
+  @random_programs.sampling(examples, seed)
   def count(program):
     try:
       expected = random_programs.expected(program)

@@ -13,6 +13,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
+import hypothesis
 from hypothesis import strategies as st
 import jax
 from jax import export
@@ -569,3 +570,14 @@ def check(program: Program, expected: dict[str, float]) -> None:
   assert again.mlir_module_serialized == exported.mlir_module_serialized, (
       f"serialization changes {program}")
   assert again.platforms == exported.platforms, program
+
+
+def sampling(examples: int, seed: int) -> Callable:
+  """Decorates a function of a program: a call runs it on random ones."""
+  def decorator(fun):
+    given = hypothesis.given(programs())(fun)
+    return hypothesis.seed(seed)(hypothesis.settings(
+        max_examples=examples, deadline=None, database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck))(given))
+  return decorator
