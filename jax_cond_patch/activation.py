@@ -144,7 +144,6 @@ def _early_table() -> Sequence[Replacement]:
   from jax._src.lax.control_flow import loops
   from jax._src.state import discharge
   from jax_cond_patch import deferral
-  from jax_cond_patch import jax2tf
   from jax_cond_patch import lowering
   from jax_cond_patch import pinning
   from jax_cond_patch import resolution
@@ -239,6 +238,7 @@ def _early_table() -> Sequence[Replacement]:
             Item(ad.primitive_jvps, discharge.run_state_p),
             rules.run_state_jvp, "branches may read and write references")
   if internals.has_graph_conversion():
+    from jax_cond_patch import jax2tf
     for primitive, convert in (
         (cond_p, jax2tf.cond),
         (internals.platform_index_p, jax2tf.platform_index),
