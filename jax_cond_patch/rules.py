@@ -286,18 +286,15 @@ def platform_dependent(args, default, per_platform):
   if pin is not None and not internals.is_tracing_kernel():
     # Kernels are not marked: other compilers read them.
     reachable = platforms_lib.reachable(branches_platforms, pin)
-    if not reachable.branches:
-      raise NotImplementedError(
-          "platform_dependent has no branch for the pin "
-          f"{platforms_lib.quote(pin)}; it has branches for "
-          f"{platforms_lib.describe(branches_platforms)}. Add one, or "
-          "`default=`. See docs/pages/errors.md#no-branch.")
-    pinning.pinned_p.bind(platforms=pin)
-    branches = [branches[i] for i in reachable.branches]
-    branches_platforms = tuple(
-        branches_platforms[i] for i in reachable.branches)
-    if len(branches) == 1 and not reachable.missing:
-      return branches[0](*args)
+    # Where there is no branch it may be in one that is not reached, so it is for
+    # lowering to say so.
+    if reachable.branches:
+      pinning.pinned_p.bind(platforms=pin)
+      branches = [branches[i] for i in reachable.branches]
+      branches_platforms = tuple(
+          branches_platforms[i] for i in reachable.branches)
+      if len(branches) == 1 and not reachable.missing:
+        return branches[0](*args)
   index = internals.bind_platform_index(branches_platforms)
   if internals.is_concrete(index):
     return branches[int(index)](*args)

@@ -213,8 +213,16 @@ class PinningTest(tu.JcpTestCase):
 
   def test_missing_branch(self):
     jax_cond_patch.pin(("cpu",))
-    with self.assertRaisesRegex(NotImplementedError, "the pin 'cpu'.*'tpu'"):
-      jax.jit(lambda x: lax.platform_dependent(x, tpu=never))(X)
+    tpu_only = lambda x: lax.platform_dependent(x, tpu=tu.marked(1.5))
+    for f in (tpu_only, jax.grad(lambda x: tpu_only(x).sum())):
+      with self.assertRaisesRegex(NotImplementedError, "no branch for 'cpu'"):
+        jax.jit(f)(X)
+    # Nor can it break a program in which it is not reached.
+    jax_cond_patch.pin(("cpu", "cuda"))
+    f = lambda x: lax.platform_dependent(
+        x, cpu=lambda x: lax.platform_dependent(
+            x, cpu=tu.marked(1.25), cuda=tpu_only), cuda=tu.marked(1.75))
+    self.assertSameModule(f, tu.marked(1.25), X)
     jax_cond_patch.pin(("cpu", "tpu"))
     f = lambda x: lax.platform_dependent(x, cpu=tu.marked(1.25), cuda=never)
     self.assertSameModule(f, tu.marked(1.25), X)

@@ -4,6 +4,7 @@ import hypothesis
 from jax._src import config
 from jax._src import test_util as jtu
 
+import jax_cond_patch
 import jcp_test_util as tu
 import random_programs
 
@@ -11,6 +12,10 @@ config.parse_flags_with_absl()
 
 
 class PropertyTest(tu.JcpTestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.addCleanup(jax_cond_patch.pin, None)
 
   @hypothesis.settings(
       max_examples=200, deadline=None, derandomize=True, database=None,

@@ -25,6 +25,7 @@ from jax.interpreters import mlir
 import jax.numpy as jnp
 import numpy as np
 
+import jax_cond_patch
 import jcp_test_util as tu
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -376,10 +377,12 @@ class Program:
     helpers: their bodies, which call only helpers before them.
     body: the program.
     platforms: the lowering platforms.
+    pin: the platforms that are promised, if it is traced under a pin.
   """
   helpers: tuple[Node, ...]
   body: Node
   platforms: tuple[str, ...]
+  pin: tuple[str, ...] | None
 
   @functools.cached_property
   def _jitted(self) -> dict[int, Callable]:
@@ -450,7 +453,10 @@ class _Generator:
       self.kinds.clear()
     self.forbidden = frozenset()
     body = self.node(frozenset(platforms), 4)
-    return Program(tuple(helpers), body, platforms)
+    # Regions on the host are lowered for the CPU, and it is what runs here.
+    pin = self.draw(st.sampled_from(
+        (None, tuple(p for p in order if p in (*platforms, "cpu")), order)))
+    return Program(tuple(helpers), body, platforms, pin)
 
   def leaf(self, reach: frozenset[str]) -> Node:
     self.leaves += 1
@@ -549,6 +555,7 @@ def check(program: Program, expected: dict[str, float]) -> None:
     program: the program.
     expected: what each platform computes.
   """
+  jax_cond_patch.pin(program.pin)
   x = np.float32(X)
   exported = export.export(
       jax.jit(program.function()), platforms=program.platforms)(x)
