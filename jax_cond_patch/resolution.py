@@ -180,11 +180,8 @@ class _Resolver:
     outvars = self.inline(jaxpr, {}, None)
     if self.scope is Scope.KERNEL:
       self.eqns = _without_newly_dead(self.eqns, outvars, jaxpr)
-    made = {e for eqn in self.eqns for e in eqn.effects}
-    effects = {e for e in jaxpr.effects
-               if internals.is_input_effect(e) or e in made}
-    return jaxpr.replace(eqns=self.eqns, outvars=outvars, effects=effects,
-                         debug_info=jaxpr.debug_info)
+    return deferral.with_own_effects(jaxpr.replace(
+        eqns=self.eqns, outvars=outvars, debug_info=jaxpr.debug_info))
 
   def inline(self, jaxpr: core.Jaxpr, env: dict[core.Var, core.Atom],
              caller: core.JaxprEqn | None) -> list[core.Atom]:
@@ -415,7 +412,8 @@ class _Resolver:
         invars=[], outvars=[index], primitive=internals.platform_index_p,
         params=internals.platform_index_params(owned), effects=set()))
     kept = tuple(
-        branch if new is None else new for branch, new in zip(branches, (
+        deferral.with_own_effects(branch if new is None else new)
+        for branch, new in zip(branches, (
             _resolve(branch, names, self.scope,
                      self.known(eqn, branch, eqn.invars[1:], names))
             for branch, names in zip(branches, owned))))
@@ -564,6 +562,10 @@ def map_jaxprs(eqn: core.JaxprEqn, fun) -> core.JaxprEqn:
   params = map_params(eqn.params, recorded)
   if params is eqn.params:
     return eqn
+  if eqn.primitive is internals.cond_p:
+    # JAX gives the effects of all branches to each of them.
+    new = list(map(deferral.with_own_effects, params["branches"]))
+    params = {**params, "branches": tuple(new)}
   return eqn.replace(params=params,
                      effects=changed_effects(eqn.effects, old, new))
 

@@ -286,8 +286,8 @@ def platform_dependent(args, default, per_platform):
   if pin is not None and not internals.is_tracing_kernel():
     # Kernels are not marked: other compilers read them.
     reachable = platforms_lib.reachable(branches_platforms, pin)
-    # Where there is no branch it may be in one that is not reached, so it is for
-    # lowering to say so.
+    # Where there is no branch it may be in one that is not reached, so it is
+    # for lowering to say so.
     if reachable.branches:
       pinning.pinned_p.bind(platforms=pin)
       branches = [branches[i] for i in reachable.branches]

@@ -222,7 +222,10 @@ class EffectsTest(tu.JcpTestCase):
       loop = lambda f: lambda x: lax.fori_loop(0, 2, lambda _, c: f(c), x)
       scan = lambda f: lambda x: lax.scan(
           lambda c, _: (f(c), None), x, None, length=2)[0]
-      for wrap in (lambda f: f, loop, scan):
+      # JAX gives all branches of a conditional the effects of each.
+      conditional_in_loop = lambda f: lambda x: lax.while_loop(
+          lambda x: x[0] < 1, lambda x: lax.cond(x[1] > 0, f, jnp.sin, x), x)
+      for wrap in (lambda f: f, loop, scan, conditional_in_loop):
         # No token is left in the module either.
         self.assertSameModule(wrap(f), wrap(lambda x: x + 1), X)
       out = io.StringIO()

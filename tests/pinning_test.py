@@ -250,6 +250,19 @@ class PinningTest(tu.JcpTestCase):
     self.assertFalse(compiled.has_unordered_effects)
     self.assertEmpty(compiled.ordered_effects)
 
+  def test_nested_in_loop(self):
+    """Nor where only one of several branches has it."""
+    jax_cond_patch.pin(("cpu", "cuda", "tpu"))
+    inner = lambda x: lax.platform_dependent(
+        x, cpu=tu.marked(1.25), default=tu.marked(4.25))
+    for outer in (
+        lambda x: lax.platform_dependent(x, tpu=inner, default=jnp.sin),
+        lambda x: lax.cond(x[0] > 0, inner, jnp.sin, x)):
+      exported = tu.export(jax.jit(lambda x: lax.while_loop(
+          lambda x: x[0] < 1, lambda x: outer(x) + 1, x)),
+          platforms=("cpu", "cuda", "tpu"))(X)
+      self.assertEmpty(exported.unordered_effects)
+
   def test_status_and_switching(self):
     jax_cond_patch.activate(pin=["cpu", "cpu"])
     self.assertEqual(jax_cond_patch.status().pin, ("cpu",))

@@ -441,8 +441,8 @@ class _Generator:
     self.kinds: set[str] = set()
 
   def program(self) -> Program:
-    order = self.draw(st.permutations(PLATFORMS))
-    platforms = tuple(order[:self.draw(st.sampled_from((1, 2, 3, 3, 4)))])
+    order = tuple(self.draw(st.permutations(PLATFORMS)))
+    platforms = order[:self.draw(st.sampled_from((1, 2, 3, 3, 4)))]
     helpers = []
     for _ in range(self.draw(st.integers(0, 2))):
       reach = frozenset(self.draw(st.sampled_from((platforms, PLATFORMS))))
