@@ -47,6 +47,10 @@ from jax_cond_patch.compat import releases
 
 PLATFORMS = internals.PLATFORMS
 
+# A third of the time of the tests of errors is spent in the search for JAX's own
+# files in their tracebacks.
+jax.config.update("jax_traceback_filtering", "off")
+
 
 def _has_module(name: str) -> bool:
   try:
