@@ -87,6 +87,16 @@ def fuzz(session, release):
   session.run("python", "tests/fuzz.py", *(session.posargs or ["10000"]))
 
 
+@nox.session(default=False)
+@_on_each_release
+def upstream(session, release):
+  """Runs JAX's own tests without and with the package: CHECKOUT [FILES]."""
+  session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins,
+                  "cloudpickle", "mpmath")
+  session.run("python", "tests/upstream.py", *session.posargs,
+              env=dict(JAX_SKIP_SLOW_TESTS="1", JAX_NUM_GENERATED_CASES="1"))
+
+
 # Up to JAX 0.7.1 jax2tf makes graphs of TensorFlow's operations, too.
 _JAX2TF = ("0.4.30", "0.6.0", "0.7.1", "0.10.2", "0.12.0.1")
 

@@ -13,8 +13,13 @@ import sys
 import jax_cond_patch
 from jax_cond_patch import activation
 from jax_cond_patch import checkout
-from jax_cond_patch import demo
 from jax_cond_patch import runner
+
+
+def _demo(args: argparse.Namespace) -> int:
+  del args
+  from jax_cond_patch import demo  # It imports NumPy, which `apply` needs not.
+  return demo.main()
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -126,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       description="Runs small programs on the CPU, each in an interpreter of "
       "its own, without and with the package. The exit status is 0 only if "
       "every program is right with it.")
-  command.set_defaults(run=lambda args: demo.main())
+  command.set_defaults(run=_demo)
 
   command = commands.add_parser(
       "status", help="say whether JAX is patched, why, and what is replaced",
