@@ -47,7 +47,7 @@ from jax_cond_patch.compat import releases
 
 PLATFORMS = internals.PLATFORMS
 
-# A third of the time of the tests of errors is spent in the search for JAX's own
+# A third of the time of the tests of errors goes to the search for JAX's own
 # files in their tracebacks.
 jax.config.update("jax_traceback_filtering", "off")
 
@@ -116,7 +116,8 @@ _FEATURES = dict(
         "Only JAX 0.8.0 to 0.11.0 have a second `compute_on`."),
     refs=(
         jax.__version_info__ >= (0, 5, 0),
-        "Up to JAX 0.4.38 branches take references in run_state only."),
+        "Up to JAX 0.4.38 no `scan` takes a reference that is not of run_state, "
+        "and no export up to 0.4.31."),
     platform_dependent_diagonal=(
         "platform_dependent" in inspect.getsource(jnp.diagonal),
         "JAX's diagonal is the same on each platform."),

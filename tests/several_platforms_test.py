@@ -147,8 +147,7 @@ class NarrowingTest(tu.JcpTestCase):
 
   @parameterized.parameters(*(w for w in WRAPS if w != "shard_map"))
   def test_shared_with_the_host(self, wrap):
-    if tu.compute_on is None:
-      self.skipTest("This JAX has no compute_on.")
+    self.requires("compute_on")
     shared = WRAPS[wrap](choose)
     f = lambda x: shared(tu.on_host(shared)(shared(x)))
     for platforms in (PLATFORMS, ("cuda", "tpu")):
@@ -578,8 +577,7 @@ class CallbacksTest(tu.JcpTestCase):
 
   @jtu.run_on_devices("cpu")
   def test_on_the_host(self):
-    if tu.compute_on is None:
-      self.skipTest("This JAX has no compute_on.")
+    self.requires("compute_on")
     text = lower_several(tu.on_host(CALLBACKS["pure"]), ("tpu", "cuda"))
     self.assertIn("callback", text)
 
@@ -644,8 +642,7 @@ class CallExportedTest(tu.JcpTestCase):
           np.cos(np.sin(X) * value) * value * np.cos(X) * value, rtol=1e-4)
 
   def test_on_the_host(self):
-    if tu.compute_on is None:
-      self.skipTest("This JAX has no compute_on.")
+    self.requires("compute_on")
     for inner in (self.exported("cpu"), self.exported("tpu", "cpu", "cuda")):
       f = lambda x: choose(tu.on_host(inner.call)(x))
       self.assertRunsAs(
