@@ -116,8 +116,11 @@ _FEATURES = dict(
         "Only JAX 0.8.0 to 0.11.0 have a second `compute_on`."),
     refs=(
         jax.__version_info__ >= (0, 5, 0),
-        "Up to JAX 0.4.38 no `scan` takes a reference that is not of run_state, "
-        "and no export up to 0.4.31."),
+        "Up to JAX 0.4.38 no `scan` takes a reference that run_state did not "
+        "make, and no export up to 0.4.31."),
+    megablox=(
+        _has_module("jax.experimental.pallas.ops.tpu.megablox"),
+        "There is no megablox up to JAX 0.4.25."),
     platform_dependent_diagonal=(
         "platform_dependent" in inspect.getsource(jnp.diagonal),
         "JAX's diagonal is the same on each platform."),
@@ -199,6 +202,9 @@ class _Exported:
   def platforms(self) -> tuple[str, ...]:
     return self.exported.lowering_platforms
 
+  def __getattr__(self, name):
+    return getattr(self.exported, name)
+
   def mlir_module(self) -> str:
     return str(self.exported.mlir_module())
 
@@ -220,14 +226,6 @@ def export(f: Callable, *, platforms: Sequence[str] | None = None) -> Callable:
     exporter = _export.export(f, lowering_platforms=platforms)
     return lambda *args: _Exported(exporter(*args))
   return _export.export(f, platforms=platforms)
-
-
-def reload(exported):
-  """Serializes an exported function with its derivative, and loads it."""
-  if isinstance(exported, _Exported):
-    return _Exported(_export.deserialize(
-        _export.serialize(exported.exported, vjp_order=1)))
-  return _export.deserialize(exported.serialize(vjp_order=1))
 
 
 def reloaded(exported, vjp_order: int = 0):

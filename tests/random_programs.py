@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import hypothesis
 from hypothesis import strategies as st
 import jax
-from jax import export
 from jax import lax
 from jax._src import core
 from jax.interpreters import ad
@@ -557,7 +556,7 @@ def check(program: Program, expected: dict[str, float]) -> None:
   """
   jax_cond_patch.pin(program.pin)
   x = np.float32(X)
-  exported = export.export(
+  exported = tu.export(
       jax.jit(program.function()), platforms=program.platforms)(x)
   # All in one program, since compilation takes most of the time.
   computed = jax.jit(lambda x: {
@@ -573,7 +572,7 @@ def check(program: Program, expected: dict[str, float]) -> None:
         float(np.float32(c * f)) for c in unreachable for f in (1, 1 / 4)}
     if found:
       raise UnreachableCode(f"{found} in the module of {program}:\n{module}")
-  again = export.deserialize(exported.serialize())
+  again = tu.reloaded(exported)
   assert again.mlir_module_serialized == exported.mlir_module_serialized, (
       f"serialization changes {program}")
   assert again.platforms == exported.platforms, program

@@ -11,12 +11,16 @@ from jax import lax
 from jax._src import config
 from jax._src import test_util as jtu
 from jax.experimental import pallas as pl
-from jax.experimental.pallas.ops.tpu.megablox import gmm
 import jax.numpy as jnp
 import numpy as np
 
 import jax_cond_patch  # noqa: F401 (activates)
 import jcp_test_util as tu
+
+try:
+  from jax.experimental.pallas.ops.tpu.megablox import gmm
+except ImportError:
+  gmm = None
 
 config.parse_flags_with_absl()
 
@@ -29,7 +33,8 @@ def grouped_matmul(x, weights, group_sizes):
       for a, b, w in zip(starts, starts[1:], weights)])
 
 
-class SeedsTest(tu.JcpTestCase):
+@tu.requires("megablox")
+class GroupedMatmulTest(tu.JcpTestCase):
 
   def setUp(self):
     super().setUp()
@@ -65,6 +70,9 @@ class SeedsTest(tu.JcpTestCase):
     text = tu.lower(lambda x, ws: lax.scan(self.layer, x, ws), self.x,
                     self.weights, platforms=("tpu",))
     self.assertEqual(text.count("stablehlo.custom_call @tpu_custom_call"), 1)
+
+
+class SeedsTest(tu.JcpTestCase):
 
   @jtu.run_on_devices("cpu")
   def test_kernel_beside_its_reference(self):

@@ -7,7 +7,6 @@ import re
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax import export
 from jax import lax
 from jax._src import config
 from jax._src import core
@@ -216,7 +215,7 @@ class NarrowingTest(tu.JcpTestCase):
     normal = lambda x: x + jax.random.normal(key, x.shape)
     f = lambda x: uniform(lax.platform_dependent(
         x, tpu=lambda x: uniform(normal(x)), default=lambda x: normal(x)))
-    exported = export.export(jax.jit(f), platforms=PLATFORMS)(X)
+    exported = tu.export(jax.jit(f), platforms=PLATFORMS)(X)
     u, n = jax.random.uniform(key, X.shape), jax.random.normal(key, X.shape)
     for platform, expected in dict(cpu=X + n + u, tpu=X + n + u + u).items():
       np.testing.assert_allclose(
@@ -245,8 +244,8 @@ class NarrowingTest(tu.JcpTestCase):
           default=lambda x: primitive.bind(helper(primitive.bind(x))))
       return lax.fori_loop(
           0, x.shape[0], lambda i, c: helper(c) + x.shape[1], x)
-    exported = export.export(jax.jit(f), platforms=PLATFORMS)(
-        jax.ShapeDtypeStruct(export.symbolic_shape("a, b"), np.float32))
+    exported = tu.export(jax.jit(f), platforms=PLATFORMS)(
+        jax.ShapeDtypeStruct(tu.symbolic_shape("a, b"), np.float32))
     for shape in ((1, 3), (3, 2)):
       a, b = shape
       x = np.linspace(0, 1, a * b, dtype=np.float32).reshape(shape)
@@ -267,9 +266,9 @@ class NarrowingTest(tu.JcpTestCase):
     def f(x, y):
       return choose(x) + y, lax.platform_dependent(
           y, cpu=lambda y: y, default=lambda y: choose(y))
-    exported = export.export(
+    exported = tu.export(
         jax.jit(f, donate_argnums=(0, 1)), platforms=PLATFORMS)(X, X)
-    direct = export.export(jax.jit(
+    direct = tu.export(jax.jit(
         lambda x, y: (jnp.sin(x) + y, jnp.sin(y)), donate_argnums=(0, 1)),
                            platforms=PLATFORMS)(X, X)
     donation = r"tf.aliasing_output = \d+|jax.buffer_donor = true"
@@ -290,7 +289,7 @@ class NarrowingTest(tu.JcpTestCase):
         os.environ["JAX_PLATFORMS"] = "cpu"
         import jax_cond_patch
         import jax, jax.numpy as jnp, numpy as np
-        from jax import export, lax
+        from jax import lax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
         import jcp_test_util as tu
         import several_platforms_test as t
@@ -312,7 +311,7 @@ class NarrowingTest(tu.JcpTestCase):
         assert len(x.sharding.device_set) == 8
         m = t.BRANCHES
         count = dict(cpu=3, tpu=3, cuda=4)
-        exported = export.export(
+        exported = tu.export(
             jax.jit(f, in_shardings=sharding, out_shardings=sharding),
             platforms=t.PLATFORMS)(x)
         assert exported.nr_devices == 8
@@ -326,7 +325,7 @@ class NarrowingTest(tu.JcpTestCase):
           return lax.platform_dependent(
               x, tpu=lambda x: x, default=lambda x: lax.platform_dependent(
                   x, cpu=sums, default=lambda x: sums(sums(x))))
-        exported = export.export(jax.jit(t.jax_shard_map(
+        exported = tu.export(jax.jit(t.jax_shard_map(
             g, mesh=mesh, in_specs=P("i"), out_specs=P("i"))),
                                  platforms=t.PLATFORMS)(x)
         def sums(p, x):
@@ -455,12 +454,12 @@ class OrderedEffectsTest(tu.JcpTestCase):
         tpu=lambda x: (x * 2 - 1) * 2, cuda=lambda x: (x + 1) * 16,
         cpu=lambda x: x * 2), X)
     self.assertLen(exported.ordered_effects, 2)
-    again = export.deserialize(exported.serialize())
+    again = tu.reloaded(exported)
     np.testing.assert_allclose(tu.run_as(again, "cuda", X), (X + 1) * 16)
     # Where nothing is reached that has the other effect, nothing is left of it.
-    exported = export.export(jax.jit(f), platforms=("tpu", "cpu"))(X)
+    exported = tu.export(jax.jit(f), platforms=("tpu", "cpu"))(X)
     self.assertLen(exported.ordered_effects, 1)
-    exported = export.export(
+    exported = tu.export(
         jax.jit(lambda x: lax.platform_dependent(
             x, rocm=step, default=lambda x: x)), platforms=("tpu", "cpu"))(X)
     self.assertEmpty(exported.ordered_effects)
@@ -599,7 +598,7 @@ class CallExportedTest(tu.JcpTestCase):
   """Exported functions in branches that own just their platforms."""
 
   def exported(self, *platforms, f=choose):
-    return export.export(jax.jit(f), platforms=platforms)(X)
+    return tu.export(jax.jit(f), platforms=platforms)(X)
 
   @parameterized.parameters(
       *itertools.permutations(("cpu", "cuda", "tpu")), ("rocm", "cpu"),
@@ -634,7 +633,7 @@ class CallExportedTest(tu.JcpTestCase):
 
   def test_gradient_of_a_serialized_module(self):
     exported = self.exported(*PLATFORMS, f=lambda x: choose(jax.jit(choose)(x)))
-    vjp = export.deserialize(exported.serialize(vjp_order=1)).vjp()
+    vjp = tu.reloaded(exported, vjp_order=1).vjp()
     for p in PLATFORMS:
       value = {"cpu": 1.25, "cuda": 2.25, "tpu": 4.25}[p]
       np.testing.assert_allclose(
@@ -658,11 +657,11 @@ class CallExportedTest(tu.JcpTestCase):
         x, rocm=BRANCHES["rocm"], default=lambda x: inner.call(x))
     platforms = ("rocm", "tpu", "cpu", "cuda")
     outer = self.exported(*platforms, f=lambda x: g(g(x)))
-    outer = export.deserialize(outer.serialize())
+    outer = tu.reloaded(outer)
     for p in platforms:
       np.testing.assert_allclose(
           tu.run_as(outer, p, X), times(p, 2)(X), rtol=1e-5)
-    outer = export.export(
+    outer = tu.export(
         jax.jit(jax.grad(lambda x: jnp.sin(lax.platform_dependent(
             x, cpu=BRANCHES["cpu"], tpu=BRANCHES["tpu"])).sum())),
         platforms=("tpu", "cpu"))(X)
@@ -672,13 +671,13 @@ class CallExportedTest(tu.JcpTestCase):
         BRANCHES[p](x)).sum()) for p in ("cpu", "tpu")}, X, rtol=1e-4)
 
   def test_symbolic_shapes(self):
-    shape = jax.ShapeDtypeStruct(export.symbolic_shape("a, 4"), np.float32)
-    inner = export.export(jax.jit(lambda x: choose(x) + x.shape[0]),
+    shape = jax.ShapeDtypeStruct(tu.symbolic_shape("a, 4"), np.float32)
+    inner = tu.export(jax.jit(lambda x: choose(x) + x.shape[0]),
                           platforms=("cuda", "cpu", "rocm"))(shape)
     f = lambda x: lax.platform_dependent(
         x, tpu=lambda x: x * x.shape[0], default=inner.call)
-    shape = jax.ShapeDtypeStruct(export.symbolic_shape("b, 4"), np.float32)
-    exported = export.export(jax.jit(f), platforms=PLATFORMS)(shape)
+    shape = jax.ShapeDtypeStruct(tu.symbolic_shape("b, 4"), np.float32)
+    exported = tu.export(jax.jit(f), platforms=PLATFORMS)(shape)
     for n in (1, 3):
       x = np.tile(X, (n, 1))
       for p in PLATFORMS:
