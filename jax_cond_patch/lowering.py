@@ -28,7 +28,7 @@ def lower_sharding_computation(original: Callable) -> Callable:
   signature = inspect.signature(original)
 
   def lower_resolved(closed_jaxpr, *args, **kwargs):
-    if not resolution.needs(closed_jaxpr).resolvable:
+    if not resolution.is_resolvable(closed_jaxpr):
       return original(closed_jaxpr, *args, **kwargs)
     jaxpr = internals.open_jaxpr(closed_jaxpr)
     arguments = signature.bind(closed_jaxpr, *args, **kwargs).arguments
@@ -38,7 +38,8 @@ def lower_sharding_computation(original: Callable) -> Callable:
       _logger.debug("lowering %s for %s", arguments["fun_name"],
                     ", ".join(platforms))
       resolved = resolution.resolve(
-          closed_jaxpr, platforms, resolution.Scope.PROGRAM)
+          closed_jaxpr, platforms, resolution.Scope.PROGRAM,
+          drop_dead=not internals.drops_dead(arguments, jaxpr))
       return original(resolved, *args, **kwargs)
 
     if requested is not None:

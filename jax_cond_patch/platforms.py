@@ -5,6 +5,7 @@ Pure functions of platform names; nothing here imports JAX.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
 # One entry per branch: the names of its platforms, or None for the default
@@ -68,6 +69,7 @@ class Reachable(NamedTuple):
   missing: tuple[str, ...]
 
 
+@functools.cache
 def reachable(branches_platforms: BranchesPlatforms,
               lowering_platforms: Sequence[Platform]
               ) -> Reachable:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 import enum
 import itertools
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax._src import core
 from jax._src import sharding_impls
@@ -72,59 +72,62 @@ def is_platform_conditional(eqn: core.JaxprEqn) -> bool:
           eqn.params.get(internals.PLATFORMS) is not None)
 
 
-class Needs(NamedTuple):
-  """What `resolve` may find in a jaxpr.
-
-  Attributes:
-    resolvable: whether there may be something to resolve.
-    inputs: the positions of the inputs on which the index of a conditional may
-      depend.
-  """
-  resolvable: bool
-  inputs: tuple[int, ...]
-
-
 @internals.weakref_lru_cache
-def needs(jaxpr) -> Needs:
-  """What `resolve` may find in a jaxpr, or in its equations' jaxprs."""
-  resolvable = False
-  inputs: set[int] = set()
+def is_resolvable(jaxpr) -> bool:
+  """Whether there may be something to resolve in a jaxpr, or in its own."""
   values: constants.Values | None = None
   for eqn in internals.open_jaxpr(jaxpr).eqns:
     if (eqn.primitive in (internals.platform_index_p, pinning.pinned_p) or
-        pinning.is_pinned_export(eqn)):
-      resolvable = True
+        is_platform_conditional(eqn) or pinning.is_pinned_export(eqn)):
+      return True
     jaxprs = internals.jaxprs_in_params(eqn.params) + internals.index_maps(eqn)
     if not jaxprs:
       continue
-    resolvable |= any([needs(j).resolvable for j in jaxprs])
-    values = values or constants.Values.of_jaxpr(jaxpr, None, inputs.add)
-    if eqn.primitive is internals.cond_p:
-      resolvable |= (is_platform_conditional(eqn) or
-                     len(eqn.params["branches"]) == 1 or
-                     values(eqn.invars[0]) is not None)
+    values = values or constants.Values.of_jaxpr(jaxpr, None, lambda i: None)
+    if eqn.primitive is internals.cond_p and (
+        len(jaxprs) == 1 or values(eqn.invars[0]) is not None):
+      return True
+    if any(map(is_resolvable, jaxprs)):
+      return True
     for called, operands in constants.operands(eqn):
-      resolvable |= any([
-          values(operands[i]) is not None for i in needs(called).inputs])
-  return Needs(resolvable, tuple(sorted(inputs)))
+      known = {i for i, x in enumerate(operands) if values(x) is not None}
+      if known and not known.isdisjoint(_index_inputs(called)):
+        return True
+  return False
 
 
-def resolve(jaxpr, platforms: Sequence[Platform], scope: Scope):
+@internals.weakref_lru_cache
+def _index_inputs(jaxpr) -> frozenset[int]:
+  """The inputs on which the index of a conditional may depend, by position."""
+  inputs: set[int] = set()
+  values = constants.Values.of_jaxpr(jaxpr, None, inputs.add)
+  for eqn in internals.open_jaxpr(jaxpr).eqns:
+    if eqn.primitive is internals.cond_p and not is_platform_conditional(eqn):
+      values(eqn.invars[0])
+    for called, operands in constants.operands(eqn):
+      for i in _index_inputs(called):
+        values(operands[i])
+  return frozenset(inputs)
+
+
+def resolve(jaxpr, platforms: Sequence[Platform], scope: Scope,
+            drop_dead: bool = True):
   """Resolves the platform conditionals of a jaxpr.
 
   Args:
     jaxpr: a `Jaxpr` or `ClosedJaxpr`.
     platforms: the lowering platforms; a module's platform index counts these.
     scope: how deep to go.
+    drop_dead: whether to drop equations that are dead; those of a kernel stay.
 
   Returns:
-    A jaxpr with the same inputs, outputs and constants, without dead equations;
-    the same object if there was nothing to resolve.
+    A jaxpr with the same inputs, outputs and constants; the same object if
+    there was nothing to resolve.
   """
-  if not needs(jaxpr).resolvable:
+  if not is_resolvable(jaxpr):
     return jaxpr
   resolved = _resolve(jaxpr, tuple(platforms), scope)
-  if resolved is None or scope is Scope.KERNEL:
+  if resolved is None or scope is Scope.KERNEL or not drop_dead:
     return resolved or jaxpr
   return internals.map_jaxpr(_dce, resolved)
 
@@ -150,7 +153,7 @@ def _resolve(jaxpr, platforms: tuple[Platform, ...], scope: Scope,
   The same jaxpr gives the same object, so that what shares a jaxpr shares its
   lowering afterwards. None, since the cache must not hold on to its own key.
   """
-  if not known and not needs(jaxpr).resolvable:
+  if not known and not is_resolvable(jaxpr):
     return None
   resolver = _Resolver(jaxpr, platforms, scope, dict(known))
   resolved = internals.map_jaxpr(resolver.jaxpr, jaxpr)
@@ -166,6 +169,10 @@ class _Resolver:
     self.scope = scope
     self.eqns: list[core.JaxprEqn] = []
     self.new_var = core.gensym()
+    opened = internals.open_jaxpr(jaxpr)
+    self.used: set[core.Var] = {
+        *opened.constvars, *opened.invars,
+        *itertools.chain(*(eqn.outvars for eqn in opened.eqns))}
     self.definitions: dict[core.Var, core.JaxprEqn] = {}
     unknown = (None,) * len(platforms)
     def given(n: int):
@@ -177,14 +184,14 @@ class _Resolver:
     self.changed = False
 
   def jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
-    outvars = self.inline(jaxpr, {}, None)
+    outvars = self.inline(jaxpr, {})
     if self.scope is Scope.KERNEL:
       self.eqns = _without_newly_dead(self.eqns, outvars, jaxpr)
     return deferral.with_own_effects(jaxpr.replace(
         eqns=self.eqns, outvars=outvars, debug_info=jaxpr.debug_info))
 
   def inline(self, jaxpr: core.Jaxpr, env: dict[core.Var, core.Atom],
-             caller: core.JaxprEqn | None) -> list[core.Atom]:
+             caller: core.JaxprEqn | None = None) -> list[core.Atom]:
     """Emits the equations of a jaxpr.
 
     Args:
@@ -196,39 +203,26 @@ class _Resolver:
     Returns:
       What its outputs are here.
     """
-    def read(atom):
-      return env.get(atom, atom) if isinstance(atom, core.Var) else atom
-
+    renamed = (_renaming(env) if caller is None else
+               _renaming_in(caller, env, self.unused))
     for eqn in jaxpr.eqns:
-      here = self.renamed(eqn, read, caller)
+      here = renamed(eqn)
       outs = self.eqn(here)
-      if here is not eqn or outs:
-        for v, w in zip(eqn.outvars, here.outvars):
-          if v is not w or w in outs:
-            env[v] = outs.get(w, w)
-    return [read(x) for x in jaxpr.outvars]
+      if outs:
+        env.update((v, outs[w]) for v, w in zip(eqn.outvars, here.outvars)
+                   if w in outs)
+    return [env.get(x, x) if isinstance(x, core.Var) else x
+            for x in jaxpr.outvars]
 
-  def renamed(self, eqn: core.JaxprEqn, read: Callable,
-              caller: core.JaxprEqn | None) -> core.JaxprEqn:
-    """Returns an equation with its variables, place and context here."""
-    invars = [read(x) for x in eqn.invars]
-    effects = internals.rename_input_effects(eqn.effects, read)
-    if caller is None:
-      if effects is eqn.effects and all(map(operator.is_, invars, eqn.invars)):
-        return eqn
-      return eqn.replace(invars=invars, effects=effects)
-    outvars = [v if isinstance(v, core.DropVar) else self.new_var(v.aval)
-               for v in eqn.outvars]
-    source_info, name_stack = eqn.source_info, caller.source_info.name_stack
-    if name_stack.stack:
-      source_info = source_info.replace(
-          name_stack=name_stack + source_info.name_stack)
-    changes: dict[str, Any] = dict(
-        invars=invars, outvars=outvars, effects=effects,
-        source_info=source_info)
-    if internals.compute_type(caller) and not internals.compute_type(eqn):
-      changes["ctx"] = caller.ctx
-    return eqn.replace(**changes)
+  def unused(self, var: core.Var) -> core.Var:
+    """Returns a variable, or another one if it is used here already.
+
+    A branch may be inlined twice, and share variables with other jaxprs.
+    """
+    if var in self.used:
+      return self.new_var(var.aval)
+    self.used.add(var)
+    return var
 
   def eqn(self, eqn: core.JaxprEqn) -> dict[core.Var, core.Atom]:
     """Emits one equation, and returns which of its outputs are other atoms."""
@@ -241,12 +235,12 @@ class _Resolver:
       return {}
     if pinning.is_pinned_export(eqn):
       pinning.check_export(eqn, self.platforms_of(eqn))
-    if is_platform_conditional(eqn):
-      return self.platform_conditional(eqn)
-    if (eqn.primitive is internals.cond_p and
-        self.scope is not Scope.KERNEL and
-        (taken := self.taken(eqn)) is not None):
-      return self.constant_conditional(eqn, taken)
+    if eqn.primitive is internals.cond_p:
+      if is_platform_conditional(eqn):
+        return self.platform_conditional(eqn)
+      if (self.scope is not Scope.KERNEL and
+          (taken := self.taken(eqn)) is not None):
+        return self.constant_conditional(eqn, taken)
     if self.scope is Scope.EQUATIONS and internals.is_kernel(eqn):
       eqn = self.kernel(eqn)
     elif self.scope is Scope.KERNEL or (
@@ -285,14 +279,15 @@ class _Resolver:
     if operands is None or self.scope is Scope.KERNEL:
       return ()
     by_position = []
-    for i in needs(jaxpr).inputs:
-      values = {p: value(operands[i]) for p, value in self.values.items()}
+    for i, operand in enumerate(operands):
+      values = {p: value(operand) for p, value in self.values.items()}
       if internals.platforms_for_eqn_ctx(getattr(eqn, "ctx", None)):
         # It runs on another platform, for each of these.
         first, *others = values.values()
         uniform = first if all(v == first for v in others) else None
         values = dict.fromkeys(platforms, uniform)
-      if any(v is not None for v in values.values()):
+      if (any(v is not None for v in values.values()) and
+          i in _index_inputs(jaxpr)):
         by_position.append((i, tuple(values[p] for p in platforms)))
     return tuple(by_position)
 
@@ -403,7 +398,14 @@ class _Resolver:
     env = dict(zip(jaxpr.invars, eqn.invars[1:]))
     env.update((v, core.Literal(c, v.aval))
                for v, c in zip(jaxpr.constvars, branch.consts))
-    return dict(zip(eqn.outvars, self.inline(jaxpr, env, eqn)))
+    # What computes its outputs defines those of the conditional, so that what
+    # reads these stays as it is.
+    for x, v in zip(jaxpr.outvars, eqn.outvars):
+      if (isinstance(x, core.Var) and not isinstance(v, core.DropVar) and
+          x.aval == v.aval):
+        env.setdefault(x, v)
+    outs = self.inline(jaxpr, env, eqn)
+    return {v: out for v, out in zip(eqn.outvars, outs) if v is not out}
 
   def several_owners(self, eqn: core.JaxprEqn, branches: Sequence,
                      owned: tuple[tuple[str, ...], ...]) -> None:
@@ -444,6 +446,61 @@ class _Resolver:
     message = no_branch(branches_platforms, missing, eqn.source_info)
     self.emit(deferral.deferred_error_eqn(
         eqn, deferral.DeferredError(NotImplementedError, message)))
+
+
+def _renaming(env: dict[core.Var, core.Atom]) -> Callable:
+  """Makes what gives an equation the variables that it has here."""
+  def read(v):
+    return env.get(v, v)
+
+  def renamed(eqn):
+    if not env:
+      return eqn
+    invars = [env.get(x, x) if isinstance(x, core.Var) else x
+              for x in eqn.invars]
+    effects = internals.rename_input_effects(eqn.effects, read)
+    if effects is eqn.effects and all(map(operator.is_, invars, eqn.invars)):
+      return eqn
+    return eqn.replace(invars=invars, effects=effects)
+
+  return renamed
+
+
+def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
+                 unused: Callable) -> Callable:
+  """As `_renaming`, of a branch of a conditional: also its place and context.
+  """
+  name_stack = caller.source_info.name_stack
+  compute_type = internals.compute_type(caller)
+
+  def read(v):
+    return env.get(v, v)
+
+  def define(v):
+    if v in env:
+      return env[v]
+    here = unused(v)
+    if here is not v:
+      env[v] = here
+    return here
+
+  def renamed(eqn):
+    source_info = eqn.source_info
+    if name_stack.stack:
+      inner = source_info.name_stack
+      source_info = source_info.replace(
+          name_stack=name_stack + inner if inner.stack else name_stack)
+    here = eqn.replace(
+        invars=[env.get(x, x) if isinstance(x, core.Var) else x
+                for x in eqn.invars],
+        outvars=list(map(define, eqn.outvars)),
+        effects=internals.rename_input_effects(eqn.effects, read),
+        source_info=source_info)
+    if compute_type and not internals.compute_type(eqn):
+      here = here.replace(ctx=caller.ctx)
+    return here
+
+  return renamed
 
 
 def _forwarded(eqn: core.JaxprEqn) -> dict[core.Var, core.Atom]:

@@ -38,7 +38,7 @@ class PlatformsTest(parameterized.TestCase):
     self.assertEqual(found.missing, ())
 
   @hypothesis.given(branches_platforms(),
-                    st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
+                    st.lists(st.sampled_from(NAMES), unique=True, min_size=1).map(tuple))
   def test_reachable_is_a_partition(self, branches, lowering_platforms):
     found = platforms.reachable(branches, lowering_platforms)
     owned = [p for names in found.owned for p in names]

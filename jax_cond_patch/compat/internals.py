@@ -20,6 +20,7 @@ from jax._src import config
 from jax._src import core
 from jax._src import dispatch
 from jax._src import effects as effects_lib
+from jax._src import sharding_impls
 from jax._src import source_info_util
 from jax._src import traceback_util
 from jax._src import util
@@ -575,6 +576,23 @@ def requested_platforms(arguments: dict[str, Any]) -> tuple[str, ...] | None:
   if "lowering_platforms" in arguments:
     return arguments["lowering_platforms"]
   return getattr(arguments["lowering_parameters"], "platforms", None)
+
+
+def drops_dead(arguments: dict[str, Any], jaxpr: core.Jaxpr) -> bool:
+  """Whether `pxla.lower_sharding_computation` drops dead equations by itself.
+
+  Args:
+    arguments: its arguments, by name.
+    jaxpr: the computation.
+  """
+  # Shardings that XLA chooses are gone since JAX 0.10.1:
+  # https://github.com/jax-ml/jax/commit/c6c02034b7
+  auto = getattr(sharding_impls, "AUTO", ())
+  return (not arguments["keep_unused"] and
+          not any(isinstance(sharding, auto) for sharding in (
+              *arguments["in_shardings"], *arguments["out_shardings"])) and
+          all(core.is_constant_shape(getattr(v.aval, "shape", ()))
+              for v in jaxpr.invars))
 
 
 def computation_platforms(computation) -> tuple[str, ...]:
