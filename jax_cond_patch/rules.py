@@ -350,10 +350,8 @@ class _Staged(_WithPlatforms):
   """The `cond_p` of a platform conditional that is being staged out."""
 
   def bind(self, index, *operands, branches, **params):
-    branches = branches[:len(self.platforms)]
-    return super().bind(
-        index, *operands, branches=tuple(map(sharing.shared, branches)),
-        **params)
+    return super().bind(index, *operands,
+                        branches=branches[:len(self.platforms)], **params)
 
 
 # Evaluation
@@ -482,8 +480,8 @@ def _run(rule: types.FunctionType, cond, args, params,
     fun = _with_cond_p(_passes_once(rule), cond)
     return fun(*args, **{**params, "branches": branches})
 
-  return deferral.run(
-      run, cond, params["branches"], platforms, transformation, args)
+  branches = tuple(map(sharing.shared, params["branches"]))
+  return deferral.run(run, cond, branches, platforms, transformation, args)
 
 
 def carries_platforms(rule: Callable, transformation: deferral.Transformation

@@ -104,8 +104,14 @@ def _params(eqn: core.JaxprEqn) -> Hashable:
     return _Same(jaxpr), _param({**eqn.params, "jaxpr": None})
 
 
+# Of most params. They are told apart by type: 1 == True.
+_PLAIN = frozenset([bool, int, str, type(None)])
+
+
 def _param(x) -> Hashable:
   """Makes a key of a param that no `==` of the user's and no 0 == -0 is in."""
+  if type(x) in _PLAIN:
+    return type(x), x
   if isinstance(x, dict):
     return tuple((name, _param(value)) for name, value in x.items())
   if isinstance(x, (tuple, list)):
