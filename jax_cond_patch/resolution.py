@@ -196,8 +196,7 @@ class _Resolver:
 
     Args:
       jaxpr: the jaxpr.
-      env: what its variables are here. Those of a branch are made anew, since
-        a branch may be inlined twice.
+      env: what its variables are here, where they are not themselves.
       caller: the platform conditional that it is a branch of, if it is one.
 
     Returns:
@@ -219,6 +218,8 @@ class _Resolver:
 
     A branch may be inlined twice, and share variables with other jaxprs.
     """
+    if isinstance(var, core.DropVar):
+      return var
     if var in self.used:
       return self.new_var(var.aval)
     self.used.add(var)
@@ -450,15 +451,12 @@ class _Resolver:
 
 def _renaming(env: dict[core.Var, core.Atom]) -> Callable:
   """Makes what gives an equation the variables that it has here."""
-  def read(v):
-    return env.get(v, v)
-
   def renamed(eqn):
     if not env:
       return eqn
     invars = [env.get(x, x) if isinstance(x, core.Var) else x
               for x in eqn.invars]
-    effects = internals.rename_input_effects(eqn.effects, read)
+    effects = internals.rename_input_effects(eqn.effects, env)
     if effects is eqn.effects and all(map(operator.is_, invars, eqn.invars)):
       return eqn
     return eqn.replace(invars=invars, effects=effects)
@@ -472,9 +470,6 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
   """
   name_stack = caller.source_info.name_stack
   compute_type = internals.compute_type(caller)
-
-  def read(v):
-    return env.get(v, v)
 
   def define(v):
     if v in env:
@@ -494,7 +489,7 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
         invars=[env.get(x, x) if isinstance(x, core.Var) else x
                 for x in eqn.invars],
         outvars=list(map(define, eqn.outvars)),
-        effects=internals.rename_input_effects(eqn.effects, read),
+        effects=internals.rename_input_effects(eqn.effects, env),
         source_info=source_info)
     if compute_type and not internals.compute_type(eqn):
       here = here.replace(ctx=caller.ctx)

@@ -11,6 +11,7 @@ from jax import lax
 from jax._src import config
 from jax._src import core
 from jax._src import test_util as jtu
+from jax._src.interpreters import partial_eval as pe
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.interpreters import mlir
@@ -22,6 +23,8 @@ try:
 except ImportError:
   set_xla_metadata = None
 
+from jax_cond_patch import resolution
+from jax_cond_patch.compat import internals
 import jcp_test_util as tu
 
 config.parse_flags_with_absl()
@@ -148,6 +151,37 @@ class OnePlatformTest(tu.JcpTestCase):
     g = lambda x: f(f(x)) + f(x)
     once = lambda x: np.sin(x) * 2
     self.assertAllClose(jax.jit(g)(X), once(once(X)) + once(X), rtol=1e-5)
+
+  def test_branches_with_the_same_variables(self):
+    """JAX drops dead code of a jaxpr, and keeps its other variables."""
+    def alive(branch):
+      return internals.map_jaxpr(
+          lambda jaxpr: pe.dce_jaxpr(jaxpr, [True, False], True)[0], branch)
+    f = lambda x: lax.platform_dependent(
+        x, cpu=lambda x: (jnp.sin(x) * 2, jnp.cos(x)),
+        default=lambda x: (x * 3, x * 4))
+    (cond,) = tu.find_eqns(jax.make_jaxpr(f)(X), "cond")
+    params = {**cond.params,
+              "branches": tuple(map(alive, cond.params["branches"]))}
+    def g(x):
+      x, _ = cond.primitive.bind(np.int32(0), x, **cond.params)
+      return cond.primitive.bind(np.int32(0), x, **params)
+    resolved = resolution.resolve(
+        jax.make_jaxpr(g)(X), ("cpu",), resolution.Scope.PROGRAM)
+    self.assertEqual(tu.count_eqns(resolved, "sin"), 2)
+    core.check_jaxpr(internals.open_jaxpr(resolved))
+    self.assertAllClose(core.jaxpr_as_fun(resolved)(X),
+                        [np.sin(np.sin(X) * 2) * 2], rtol=1e-5)
+
+  @parameterized.parameters(False, True)
+  def test_operands_of_other_branches(self, keep_unused):
+    """They are dead, which JAX ignores if it is to keep unused inputs."""
+    f = lambda x, y: lax.platform_dependent(
+        x, jnp.sin(y), cpu=lambda x, z: x * 2, default=lambda x, z: z)
+    text = tu.lower_jitted(jax.jit(f, keep_unused=keep_unused), X, X,
+                           platform="cpu").as_text()
+    self.assertEqual(tu.count_ops(text, "stablehlo.sine"), 0)
+    self.assertEqual(tu.count_ops(text, "stablehlo.multiply"), 1)
 
   def test_passthrough_outputs(self):
     f = lambda x, y: lax.platform_dependent(

@@ -37,8 +37,9 @@ class PlatformsTest(parameterized.TestCase):
     self.assertEqual(found.owned, (("cuda", "rocm"), ("cpu",)))
     self.assertEqual(found.missing, ())
 
-  @hypothesis.given(branches_platforms(),
-                    st.lists(st.sampled_from(NAMES), unique=True, min_size=1).map(tuple))
+  @hypothesis.given(
+      branches_platforms(),
+      st.lists(st.sampled_from(NAMES), unique=True, min_size=1).map(tuple))
   def test_reachable_is_a_partition(self, branches, lowering_platforms):
     found = platforms.reachable(branches, lowering_platforms)
     owned = [p for names in found.owned for p in names]

@@ -5,7 +5,7 @@ names the upstream change that made it needed.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -174,7 +174,7 @@ def jaxpr_of(eqn: core.JaxprEqn, like: core.Jaxpr):
   return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
-def rename_input_effects(effects, rename: Callable):
+def rename_input_effects(effects, names: Mapping):
   """Renames the variables that the effects of an equation are about.
 
   Up to JAX 0.10.1 they count the equation's inputs instead:
@@ -183,7 +183,7 @@ def rename_input_effects(effects, rename: Callable):
   if not effects or not any(
       isinstance(getattr(e, "input", None), core.Var) for e in effects):
     return effects
-  return {e.replace(rename(e.input))
+  return {e.replace(names.get(e.input, e.input))
           if isinstance(getattr(e, "input", None), core.Var) else e
           for e in effects}
 

@@ -18,7 +18,7 @@ from typing import Any
 
 _RECORD = pathlib.Path(__file__).with_name("structure.json")
 
-# What is called, besides what is replaced.
+# What is called or relied on, besides what is replaced.
 CALLED = (
     "interpreters.mlir.LoweringRuleContext.replace",
     "interpreters.mlir.LoweringRuleEntry",
@@ -33,6 +33,7 @@ CALLED = (
     "interpreters.partial_eval.JaxprTracer",
     "interpreters.partial_eval.dce_jaxpr",
     "interpreters.partial_eval.new_eqn_recipe",
+    "interpreters.pxla._dce_jaxpr",
     "lax.control_flow.conditionals._switch_internal",
     "core.Jaxpr.replace",
     "core.JaxprEqn.replace",
