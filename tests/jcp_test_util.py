@@ -80,9 +80,6 @@ _FEATURES = dict(
     serialization=(
         hasattr(_export, "deserialize"),
         "Exported functions are not serialized up to JAX 0.4.23."),
-    ffi=(
-        hasattr(jax, "ffi"),
-        "Up to JAX 0.4.38 there is no jax.ffi, and other ways to call it."),
     set_xla_metadata=(
         _has_module("jax.experimental.xla_metadata"),
         "There is no set_xla_metadata up to JAX 0.4.31."),
@@ -219,13 +216,14 @@ class _Exported:
         self.exported, lowering_platforms=platforms))
 
 
-def export(f: Callable, *, platforms: Sequence[str] | None = None) -> Callable:
+def export(f: Callable, *, platforms: Sequence[str] | None = None, **kwargs
+           ) -> Callable:
   """`jax.export.export` of a jitted function, where it is in each JAX."""
   platforms = platforms and tuple(platforms)
   if hasattr(_export, "call_exported"):
-    exporter = _export.export(f, lowering_platforms=platforms)
+    exporter = _export.export(f, lowering_platforms=platforms, **kwargs)
     return lambda *args: _Exported(exporter(*args))
-  return _export.export(f, platforms=platforms)
+  return _export.export(f, platforms=platforms, **kwargs)
 
 
 def reloaded(exported, vjp_order: int = 0):
@@ -239,6 +237,7 @@ def reloaded(exported, vjp_order: int = 0):
 
 
 symbolic_shape = _export.symbolic_shape
+DisabledSafetyCheck = _export.DisabledSafetyCheck
 
 
 def lower_jitted(f: Callable, *args, platform: str):
