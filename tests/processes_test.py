@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 
 from absl.testing import absltest
 from jax._src import config
@@ -20,6 +21,7 @@ TRAINING = """
     import jax.numpy as jnp
     import numpy as np
     from jax import lax
+    from jax.experimental import multihost_utils
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
     address, process = sys.argv[1], int(sys.argv[2])
@@ -49,13 +51,16 @@ TRAINING = """
     global_x = jax.make_array_from_process_local_data(rows, here, x.shape)
     global_w = jax.make_array_from_process_local_data(everywhere, w, w.shape)
     text = step.lower(global_w, global_x).as_text()
+    digest = hashlib.sha256(text.encode()).digest()
+    multihost_utils.assert_equal(
+        np.frombuffer(digest, np.uint8), "the processes made different modules")
     out = np.asarray(step(global_w, global_x).addressable_data(0))
     expected = w.copy()
     for _ in range(3):
       z = x @ expected
       expected -= .1 * (2 * np.sin(z) * np.cos(z)) @ x / 4
     np.testing.assert_allclose(out, expected, rtol=1e-4)
-    print("module", hashlib.sha256(text.encode()).hexdigest())
+    print("module", digest.hex())
     """
 
 CACHE = """
@@ -113,19 +118,34 @@ class ProcessesTest(tu.JcpTestCase):
     self.assertEqual(process.returncode, 0, err)
     return out.split()
 
-  def train(self, *environments):
+  def start_training(self, *environments):
     with socket.socket() as s:
       s.bind(("localhost", 0))
       address = f"localhost:{s.getsockname()[1]}"
-    processes = [self.start(TRAINING, address, str(i), **env)
-                 for i, env in enumerate(environments)]
-    return [self.finish(process)[-1] for process in processes]
+    return [self.start(TRAINING, address, str(i), **env)
+            for i, env in enumerate(environments)]
 
   def test_two_processes_train(self):
     """They make the same module, whatever order their hashes have."""
-    modules = {module for seeds in (("0", "1"), ("2", "3")) for module in
-               self.train(*(dict(PYTHONHASHSEED=s) for s in seeds))}
+    modules = {self.finish(process)[-1] for seeds in (("0", "1"), ("2", "3"))
+               for process in self.start_training(
+                   *(dict(PYTHONHASHSEED=s) for s in seeds))}
     self.assertLen(modules, 1)
+
+  def test_one_process_without_the_package(self):
+    """It is noticed as docs/pages/limits.md says."""
+    processes = self.start_training({}, dict(JAX_COND_PATCH="0"))
+    # At its end a process waits for the other one, which waits for it.
+    timer = threading.Timer(120, lambda: [p.kill() for p in processes])
+    timer.start()
+    try:
+      self.assertIn("the processes made different modules", next(
+          (line for line in processes[1].stderr if "Error: " in line), ""))
+    finally:
+      timer.cancel()
+      for process in processes:
+        process.kill()
+        process.communicate()
 
   def test_persistent_cache(self):
     """A second process finds what the first one has compiled."""
