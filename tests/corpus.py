@@ -68,7 +68,7 @@ def of(choose):
       vmap_grad=jax.vmap(jax.grad(sum_of(choose))),
       scan=lambda x: lax.scan(lambda c, y: (choose(c), y), x, X)[0],
       grad_scan=jax.grad(lambda x: jnp.sum(lax.scan(
-          lambda c, _: (jnp.sin(choose(c)), None), x, length=3)[0])),
+          lambda c, _: (jnp.sin(choose(c)), None), x, None, length=3)[0])),
       while_loop=lambda x: lax.while_loop(lambda c: c[0] < 9, choose, x),
       remat=jax.grad(sum_of(jax.checkpoint(choose))),
       cond=lambda x: lax.cond(x[0] > 2, choose, jnp.sin, x),

@@ -72,7 +72,7 @@ def _rooflines() -> Container[core.Primitive]:
 # there. All tests that are skipped for the release are skipped by this.
 _FEATURES = dict(
     compute_on=(
-        hasattr(mlir_internals, "_platforms_for_eqn_ctx"),
+        hasattr(mlir_internals.LoweringRuleContext, "jaxpr_eqn_ctx"),
         "compute_on changes no platform up to JAX 0.4.30."),
     checked_shard_map=(
         hasattr(batching_internals, "fancy_primitive_batchers"),
@@ -142,10 +142,13 @@ _FEATURES = dict(
 )
 
 
+def has(feature: str) -> bool:
+  return _FEATURES[feature][0]
+
+
 def requires(feature: str) -> Callable:
   """Skips a test where JAX does not have what it is about."""
-  has, reason = _FEATURES[feature]
-  return unittest.skipUnless(has, reason)
+  return unittest.skipUnless(*_FEATURES[feature])
 
 
 def only_on_primitive(platform: str) -> core.Primitive:

@@ -283,7 +283,7 @@ _WRAPS: dict[str, Callable] = {
     "custom_jvp": _custom_jvp,
     "custom_vjp": _custom_vjp,
 }
-if tu.compute_on is not None:
+if tu.has("compute_on"):
   _WRAPS["on_host"] = tu.on_host
 
 # What cannot be in some kinds of nodes. JAX has no reverse mode of `while`, and
