@@ -21,9 +21,17 @@ import jcp_test_util as tu
 TESTS = pathlib.Path(__file__).resolve().parent
 NEW_TEST = "tests/platform_dependent_test.py"
 
-# What the package does better: fewer residuals where a branch computes its
-# primal output together with the tangent.
-DIFFERENT = {"remat for ('cpu', 'tpu')", "remat for ('tpu', 'cuda', 'cpu')"}
+
+def may_differ(program: str) -> bool:
+  """Whether the package may do better.
+
+  There are fewer residuals where a branch computes its primal output together
+  with the tangent.
+  """
+  if program.startswith("random program"):
+    return "'remat'" in program and ("'grad'" in program or "'jvp'" in program)
+  return program in ("remat for ('cpu', 'tpu')",
+                     "remat for ('tpu', 'cuda', 'cpu')")
 
 
 def run(*command, python_path=(), **env):
@@ -84,7 +92,7 @@ class PatchedTest(absltest.TestCase):
     self.assertGreater(len(texts[0]), 100)
     self.assertEqual(list(texts[0]), list(texts[1]))
     for name, text in texts[0].items():
-      if name not in DIFFERENT:
+      if not may_differ(name):
         with self.subTest(name):
           self.assertMultiLineEqual(texts[1][name], text)
 
