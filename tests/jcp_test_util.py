@@ -16,6 +16,7 @@ from typing import Any
 import unittest
 
 import jax
+from jax._src import callback
 from jax._src import config
 from jax._src import core
 from jax._src import test_util as jtu
@@ -50,6 +51,11 @@ PLATFORMS = internals.PLATFORMS
 # A third of the time of the tests of errors goes to the search for JAX's own
 # files in their tracebacks.
 jax.config.update("jax_traceback_filtering", "off")
+
+# An export has ordered effects from this version of its format on, which JAX
+# 0.4.21 to 0.4.23 have, too, but do not take by themselves.
+if getattr(jax.config, "jax_serialization_version", None) == 8:
+  jax.config.update("jax_serialization_version", 9)
 
 
 def _has_module(name: str) -> bool:
@@ -114,13 +120,20 @@ _FEATURES = dict(
     refs=(
         jax.__version_info__ >= (0, 5, 0),
         "Up to JAX 0.4.38 no `scan` takes a reference that run_state did not "
-        "make, and no export up to 0.4.31."),
+        "make."),
+    exported_refs=(
+        jax.__version_info__ >= (0, 4, 34),
+        "Up to JAX 0.4.33 no export has references."),
     megablox=(
         _has_module("jax.experimental.pallas.ops.tpu.megablox"),
         "There is no megablox up to JAX 0.4.25."),
     platform_dependent_diagonal=(
         "platform_dependent" in inspect.getsource(jnp.diagonal),
         "JAX's diagonal is the same on each platform."),
+    backend_of_debug_callbacks=(
+        "module_context.get_backend()" in inspect.getsource(callback),
+        "Up to JAX 0.5.0 the lowering rule of each platform lowers debugging "
+        "callbacks whether or not there is such a backend."),
     key_reuse=(
         hasattr(jax, "debug_key_reuse"),
         "Up to JAX 0.4.25 no reuse of keys is found."),
@@ -143,6 +156,7 @@ _FEATURES = dict(
 
 
 def has(feature: str) -> bool:
+  """Whether JAX has something that only a part of a test is about."""
   return _FEATURES[feature][0]
 
 
@@ -243,20 +257,21 @@ symbolic_shape = _export.symbolic_shape
 DisabledSafetyCheck = _export.DisabledSafetyCheck
 
 
-def lower_jitted(f: Callable, *args, platform: str):
-  """What `jax.jit(f).lower` gives for another platform."""
+def lower_jitted(f: Callable, *args, platforms: Sequence[str]):
+  """What `jax.jit(f).lower` gives for other platforms."""
+  platforms = tuple(platforms)
   if hasattr(f, "trace"):
-    return f.trace(*args).lower(lowering_platforms=(platform,))
+    return f.trace(*args).lower(lowering_platforms=platforms)
   # `trace` came with JAX 0.4.30.
   return f.lower(*args, _experimental_lowering_parameters=(
-      mlir_internals.LoweringParameters(platforms=(platform,))))
+      mlir_internals.LoweringParameters(platforms=platforms)))
 
 
 def lower(f: Callable, *args, platforms: Sequence[str]) -> str:
   """The StableHLO text of a jitted function for some platforms."""
   if len(platforms) > 1:
     return export(jax.jit(f), platforms=platforms)(*args).mlir_module()
-  return lower_jitted(jax.jit(f), *args, platform=platforms[0]).as_text()
+  return lower_jitted(jax.jit(f), *args, platforms=platforms).as_text()
 
 
 def count_ops(text: str, op: str) -> int:

@@ -232,7 +232,8 @@ class PinningTest(tu.JcpTestCase):
 
   def test_change_forgets_traces(self):
     f = jax.jit(choose)
-    text = lambda platform: tu.lower_jitted(f, X, platform=platform).as_text()
+    text = lambda platform: tu.lower_jitted(
+        f, X, platforms=(platform,)).as_text()
     self.assertIn("4.25", text("tpu"))
     jax_cond_patch.pin(("cpu",))
     with self.assertBreaksPin(("cpu",), "tpu"):

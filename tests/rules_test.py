@@ -281,7 +281,8 @@ class PlatformDependentTest(tu.JcpTestCase):
     for fun in (jax.jit(f), jax.jit(jax.vmap(f)), f,
                 jax.jit(jax.grad(lambda x: jnp.sin(f(x)).sum())),
                 lambda x: lax.scan(lambda c, _: (f(c), None), x, None, 2)[0],
-                lambda x: tu.lower_jitted(jax.jit(f), x, platform="cpu"),
+                lambda x: tu.lower_jitted(
+                    jax.jit(f), x, platforms=("cpu",)),
                 lambda x: tu.lower(f, x, platforms=("cuda", "cpu"))):
       with self.assertRaisesRegex(NotImplementedError, message):
         fun(X)
