@@ -105,6 +105,13 @@ _FEATURES = dict(
     triton_kernels=(
         _has_module("jax._src.pallas.triton.pallas_call_registration"),
         "Up to JAX 0.4.25 other libraries lower Pallas kernels to Triton."),
+    interpreted_kernels_for_several_platforms=(
+        _has_module("jax._src.pallas.triton.pallas_call_registration"),
+        "Up to JAX 0.4.25 no Pallas kernel is in a module for several "
+        "platforms."),
+    checked_derivatives_of_kernels=(
+        jax.__version_info__ >= (0, 4, 29),
+        "Up to JAX 0.4.28 its own checks refuse the derivative of any kernel."),
     mosaic_gpu_kernels=(
         _has_module("jax.experimental.pallas.mosaic_gpu"),
         "Up to JAX 0.4.34 Pallas has no Mosaic GPU but by a hidden flag."),
