@@ -121,7 +121,10 @@ class ThreadsTest(tu.JcpTestCase):
     def export():
       exported.append(tu.export(jax.jit(jax.grad(f)), platforms=PLATFORMS)(X))
 
-    for switch in (jax_cond_patch.deactivate, jax_cond_patch.activate):
+    for before, switch in (
+        (jax_cond_patch.activate, jax_cond_patch.deactivate),
+        (jax_cond_patch.deactivate, jax_cond_patch.activate)):
+      before()
       in_trace.clear()
       switched.clear()
       traced_in.clear()
