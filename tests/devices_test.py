@@ -10,11 +10,6 @@ from jax.sharding import PartitionSpec as P
 import jax.numpy as jnp
 import numpy as np
 
-try:
-  from jax import shard_map
-except ImportError:
-  from jax.experimental.shard_map import shard_map
-
 import jcp_test_util as tu
 
 config.parse_flags_with_absl()
@@ -53,7 +48,8 @@ class DevicesTest(tu.JcpTestCase):
     self.sharding = NamedSharding(self.mesh, P("i"))
 
   def mapped(self, f):
-    return shard_map(f, mesh=self.mesh, in_specs=P("i"), out_specs=P("i"))
+    return tu.shard_map(f, mesh=self.mesh, in_specs=P("i"), out_specs=P("i"),
+                        check=tu.has("checked_shard_map"))
 
   def assertNothingElse(self, f, *args):
     text = jax.jit(f).lower(*args).as_text()
