@@ -45,9 +45,10 @@ class FaultsTest(tu.JcpTestCase):
 
   def assertWorks(self):
     """JAX computes what it should, and `status` is true."""
+    table = activation.table()  # Also of what JAX imports late.
     status = jax_cond_patch.status()
     self.assertEqual(status.active, jax_cond_patch.is_active())
-    self.assertLen(status.replaced, status.active * len(activation.table()))
+    self.assertLen(status.replaced, status.active * len(table))
     f = lambda x: choose(x)
     self.assertAllClose(jax.jit(f)(X), np.sin(X) * np.float32(1.25))
     self.assertAllClose(jax.grad(lambda x: f(x).sum())(X),
@@ -184,7 +185,8 @@ class FaultsTest(tu.JcpTestCase):
     for platforms in (("cpu",), ("cpu", "tpu")):
       ref, compiled = make(platforms)
       gc.collect()
-      self.assertIsNone(ref())
+      if tu.has("freed_constants"):
+        self.assertIsNone(ref())
       self.assertAllClose(compiled(X), np.sin(X))
 
   @jtu.run_on_devices("cpu")

@@ -20,6 +20,7 @@ from jax._src import callback
 from jax._src import config
 from jax._src import core
 from jax._src import test_util as jtu
+from jax._src import xla_bridge
 from jax._src.interpreters import batching as batching_internals
 from jax._src.interpreters import mlir as mlir_internals
 # Its import defines flags, and JAX's test cases refuse that within a test.
@@ -137,6 +138,15 @@ _FEATURES = dict(
     platform_dependent_diagonal=(
         "platform_dependent" in inspect.getsource(jnp.diagonal),
         "JAX's diagonal is the same on each platform."),
+    freed_constants=(
+        jax.__version_info__ >= (0, 4, 31),
+        "Up to JAX 0.4.30 it keeps for itself what branches close over."),
+    persistent_cache_on_cpu=(
+        jax.__version_info__ >= (0, 4, 28),
+        "Up to JAX 0.4.27 the persistent cache is not for the CPU."),
+    cpu_collectives=(
+        "gloo" in inspect.getsource(xla_bridge),
+        "Up to JAX 0.4.24 CPUs of several processes do not work together."),
     backend_of_debug_callbacks=(
         "module_context.get_backend()" in inspect.getsource(callback),
         "Up to JAX 0.5.0 the lowering rule of each platform lowers debugging "

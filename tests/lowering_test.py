@@ -179,7 +179,7 @@ class OnePlatformTest(tu.JcpTestCase):
     f = lambda x, y: lax.platform_dependent(
         x, jnp.sin(y), cpu=lambda x, z: x * 2, default=lambda x, z: z)
     text = tu.lower_jitted(jax.jit(f, keep_unused=keep_unused), X, X,
-                           platform="cpu").as_text()
+                           platforms=("cpu",)).as_text()
     self.assertEqual(tu.count_ops(text, "stablehlo.sine"), 0)
     self.assertEqual(tu.count_ops(text, "stablehlo.multiply"), 1)
 

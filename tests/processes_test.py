@@ -25,8 +25,10 @@ TRAINING = """
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
     address, process = sys.argv[1], int(sys.argv[2])
-    if hasattr(jax.config, "jax_cpu_collectives_implementation"):
+    try:
       jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    except AttributeError:  # up to JAX 0.4.26
+      jax.config.update("jax_cpu_enable_gloo_collectives", True)
     jax.distributed.initialize(address, 2, process)
     assert jax.process_count() == 2 and jax.device_count() == 2
     mesh = Mesh(np.array(jax.devices()), ("i",))
@@ -47,9 +49,8 @@ TRAINING = """
     w = np.ones(2, np.float32)
     step = jax.jit(train, in_shardings=(everywhere, rows),
                    out_shardings=everywhere)
-    here = x[2 * process:2 * process + 2]
-    global_x = jax.make_array_from_process_local_data(rows, here, x.shape)
-    global_w = jax.make_array_from_process_local_data(everywhere, w, w.shape)
+    global_x = jax.make_array_from_callback(x.shape, rows, x.__getitem__)
+    global_w = jax.make_array_from_callback(w.shape, everywhere, w.__getitem__)
     text = step.lower(global_w, global_x).as_text()
     digest = hashlib.sha256(text.encode()).digest()
     multihost_utils.assert_equal(
@@ -73,7 +74,8 @@ CACHE = """
 
     jax.config.update("jax_compilation_cache_dir", sys.argv[1])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if hasattr(jax.config, "jax_persistent_cache_min_entry_size_bytes"):
+      jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     events = []
     monitoring.register_event_listener(lambda event, **_: events.append(event))
 
@@ -125,6 +127,7 @@ class ProcessesTest(tu.JcpTestCase):
     return [self.start(TRAINING, address, str(i), **env)
             for i, env in enumerate(environments)]
 
+  @tu.requires("cpu_collectives")
   def test_two_processes_train(self):
     """They make the same module, whatever order their hashes have."""
     modules = {self.finish(process)[-1] for seeds in (("0", "1"), ("2", "3"))
@@ -132,6 +135,7 @@ class ProcessesTest(tu.JcpTestCase):
                    *(dict(PYTHONHASHSEED=s) for s in seeds))}
     self.assertLen(modules, 1)
 
+  @tu.requires("cpu_collectives")
   def test_one_process_without_the_package(self):
     """It is noticed as docs/pages/limits.md says."""
     processes = self.start_training({}, dict(JAX_COND_PATCH="0"))
@@ -147,6 +151,7 @@ class ProcessesTest(tu.JcpTestCase):
         process.kill()
         process.communicate()
 
+  @tu.requires("persistent_cache_on_cpu")
   def test_persistent_cache(self):
     """A second process finds what the first one has compiled."""
     def run(folder, **env):
