@@ -79,10 +79,10 @@ def report(session):
   session.run("python", "docs/releases.py", str(_REPORTS))
 
 
-@nox.session
+@nox.session(default=False)
 @_on_each_release
 def fuzz(session, release):
-  """Runs random programs with and without the package: EXAMPLES [SEED]."""
+  """Runs random programs without and with the package: EXAMPLES [SEED]."""
   session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins)
   session.run("python", "tests/fuzz.py", *(session.posargs or ["10000"]))
 
