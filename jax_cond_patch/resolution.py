@@ -210,8 +210,7 @@ class _Resolver:
       if outs:
         env.update((v, outs[w]) for v, w in zip(eqn.outvars, here.outvars)
                    if w in outs)
-    return [env.get(x, x) if isinstance(x, core.Var) else x
-            for x in jaxpr.outvars]
+    return _read(env, jaxpr.outvars)
 
   def unused(self, var: core.Var) -> core.Var:
     """Returns a variable, or another one if it is used here already.
@@ -449,13 +448,17 @@ class _Resolver:
         eqn, deferral.DeferredError(NotImplementedError, message)))
 
 
+def _read(env: dict[core.Var, core.Atom], atoms: Sequence[core.Atom]
+          ) -> list[core.Atom]:
+  return [env.get(x, x) if isinstance(x, core.Var) else x for x in atoms]
+
+
 def _renaming(env: dict[core.Var, core.Atom]) -> Callable:
   """Makes what gives an equation the variables that it has here."""
   def renamed(eqn):
     if not env:
       return eqn
-    invars = [env.get(x, x) if isinstance(x, core.Var) else x
-              for x in eqn.invars]
+    invars = _read(env, eqn.invars)
     effects = internals.rename_input_effects(eqn.effects, env)
     if effects is eqn.effects and all(map(operator.is_, invars, eqn.invars)):
       return eqn
@@ -486,8 +489,7 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
       source_info = source_info.replace(
           name_stack=name_stack + inner if inner.stack else name_stack)
     here = eqn.replace(
-        invars=[env.get(x, x) if isinstance(x, core.Var) else x
-                for x in eqn.invars],
+        invars=_read(env, eqn.invars),
         outvars=list(map(define, eqn.outvars)),
         effects=internals.rename_input_effects(eqn.effects, env),
         source_info=source_info)

@@ -52,11 +52,11 @@ def run(examples: int, seed: int) -> tuple[collections.Counter, list[str]]:
   return counts, reports
 
 
-def main(examples: int, seed: int, without: bool) -> bool:
+def main(examples: int, seed: int, patched_only: bool) -> bool:
   print(f"jax {jax.__version__}, {examples} programs, seed {seed}", flush=True)
   print(f"{'':10}" + "".join(f"{r:>18}" for r in (*RESULTS, "CPU seconds")))
   ways = {"patched": jax_cond_patch.activated}
-  if without:
+  if not patched_only:
     ways = {"unpatched": jax_cond_patch.deactivated, **ways}
   for name, context in ways.items():
     start = time.process_time()
@@ -77,4 +77,4 @@ if __name__ == "__main__":
   parser.add_argument("--patched-only", action="store_true",
                       help="not without the package")
   args = parser.parse_args()
-  sys.exit(not main(args.examples, args.seed, not args.patched_only))
+  sys.exit(not main(args.examples, args.seed, args.patched_only))
