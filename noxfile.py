@@ -46,11 +46,14 @@ _on_each_release = nox.parametrize(
 def releases(session, release):
   """Runs the tests on one release: `nox -s 'releases(0.6.0)'`."""
   session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins)
+  _run_tests(session, _REPORTS / f"{release.jax}.xml", session.posargs)
+
+
+def _run_tests(session, report, arguments):
+  """Runs pytest, and leaves a report that names what was installed."""
   versions = session.run("python", "-c", _VERSIONS, silent=True)
-  session.run(
-      "python", "-m", "pytest",
-      f"--junitxml={_REPORTS / release.jax}.xml", "-o",
-      f"junit_suite_name={versions}", *session.posargs)
+  session.run("python", "-m", "pytest", f"--junitxml={report}", "-o",
+              f"junit_suite_name={versions}", *arguments)
 
 
 # What JAX does with the diffs too. The other tests are of what the package does
@@ -69,7 +72,8 @@ def patched(session, release):
       "python", "-c", "import sysconfig; "
       "print(sysconfig.get_paths()['purelib'], end='')", silent=True)
   session.run("python", "-m", "jax_cond_patch", "apply", packages)
-  session.run("python", "-m", "pytest", *(session.posargs or _ON_DIFFS))
+  _run_tests(session, _REPORTS / f"patched-{release.jax}.xml",
+             session.posargs or _ON_DIFFS)
 
 
 @nox.session

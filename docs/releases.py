@@ -1,4 +1,4 @@
-"""Makes docs/releases.md from the reports of `nox -s releases`.
+"""Makes docs/releases.md from the reports of `nox -s releases patched`.
 
 It also puts the table of releases into the README, between two comments.
 
@@ -16,11 +16,20 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _HEAD = """\
 # Results on each release
 
-Made by `docs/releases.py` from the reports of `nox -s releases`; do not edit.
-A test is skipped where a release does not have what it is about.
+Made by `docs/releases.py` from the reports of `nox -s releases patched`; do not
+edit. A test is skipped where a release does not have what it is about.
+"""
 
+_COLUMNS = """
 | JAX | jaxlib | Python | date | test files | passed | failed | skipped |
 |-----|--------|--------|------|------------|--------|--------|---------|
+"""
+
+_WITH_THE_DIFFS = """
+## With the diffs
+
+The tests of what JAX does with the diffs of `patches/` too. There the package
+finds them and does nothing.
 """
 
 
@@ -82,8 +91,11 @@ def compatibility() -> str:
 def main() -> None:
   reports = pathlib.Path(sys.argv[1])
   reasons: dict[str, list[str]] = collections.defaultdict(list)
-  rows = [_row(r.jax, reports / f"{r.jax}.xml", reasons) for r in _releases()]
-  text = _HEAD + "".join(rows)
+  text = _HEAD
+  for title, prefix in (("", ""), (_WITH_THE_DIFFS, "patched-")):
+    text += title + _COLUMNS + "".join(
+        _row(r.jax, reports / f"{prefix}{r.jax}.xml", reasons)
+        for r in _releases())
   if reasons:
     text += "\nWhy tests are skipped, and on which releases:\n\n"
     for reason, releases in reasons.items():
