@@ -55,7 +55,7 @@ def _row(jax: str, path: pathlib.Path, reasons: dict[str, list[str]]) -> str:
     raise SystemExit(f"{path} is the report of JAX {versions['JAX']}.")
   cases = suite.findall("testcase")
   names = {case.get("classname").split(".")[-2] for case in cases}
-  missing = {p.stem for p in (_ROOT / "tests").glob("*_test.py")} - names
+  num_files = len(list((_ROOT / "tests").glob("*_test.py")))
   skipped = [case for case in cases if case.find("skipped") is not None]
   for case in skipped:
     reason = case.find("skipped").get("message")
@@ -63,12 +63,24 @@ def _row(jax: str, path: pathlib.Path, reasons: dict[str, list[str]]) -> str:
       reasons[reason].append(jax)
   failed = [case for case in cases if case.find("failure") is not None or
             case.find("error") is not None]
-  files = "all" if not missing else ", ".join(
-      sorted(name.removesuffix("_test") for name in names))
   passed = len(cases) - len(failed) - len(skipped)
   return (f"| {jax} | {versions['jaxlib']} | {versions['Python']} | "
-          f"{suite.get('timestamp')[:10]} | {files} | {passed} | {len(failed)} "
-          f"| {len(skipped)} |\n")
+          f"{suite.get('timestamp')[:10]} | {len(names)} of {num_files} | "
+          f"{passed} | {len(failed)} | {len(skipped)} |\n")
+
+
+def _ranges(versions: list[str]) -> str:
+  """Names releases, those that follow each other by the first and the last."""
+  ranges, in_range = [], False
+  for release in _releases():
+    if release.jax not in versions:
+      in_range = False
+    elif in_range:
+      ranges[-1] = f"{ranges[-1].split(' ')[0]} to {release.jax}"
+    else:
+      ranges.append(release.jax)
+      in_range = True
+  return ", ".join(ranges)
 
 
 def compatibility() -> str:
@@ -98,10 +110,8 @@ def main() -> None:
         for r in _releases())
   if reasons:
     text += "\nWhy tests are skipped, and on which releases:\n\n"
-    for reason, releases in reasons.items():
-      where = (releases[0] if len(releases) == 1 else
-               f"{releases[0]} to {releases[-1]}")
-      text += f"- {reason} ({where})\n"
+    for reason, skipped_on in reasons.items():
+      text += f"- {reason} ({_ranges(skipped_on)})\n"
   (_ROOT / "docs/releases.md").write_text(text)
   readme = _ROOT / "README.md"
   before, _, after = split_readme(readme.read_text())

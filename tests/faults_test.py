@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import gc
+import pathlib
 import sys
 from unittest import mock
 import weakref
@@ -16,6 +17,7 @@ from jax._src import test_util as jtu
 from jax.interpreters import mlir
 import jax.numpy as jnp
 import numpy as np
+from packaging import version
 
 import jax_cond_patch
 from jax_cond_patch import activation
@@ -41,7 +43,7 @@ def recursion_limit(limit: int):
     sys.setrecursionlimit(before)
 
 
-class FaultsTest(tu.JcpTestCase):
+class JaxWorksTestCase(tu.JcpTestCase):
 
   def assertWorks(self):
     """JAX computes what it should, and `status` is true."""
@@ -56,6 +58,9 @@ class FaultsTest(tu.JcpTestCase):
     self.assertIn("2.25", tu.lower(f, X, platforms=("cpu", "tpu")))
     self.assertEqual("case" in tu.lower(f, X, platforms=("cpu",)),
                      not status.active)
+
+
+class FaultsTest(JaxWorksTestCase):
 
   @parameterized.parameters(
       ("activate", 0), *(("deactivate", i) for i in range(4)))
@@ -204,6 +209,66 @@ class FaultsTest(tu.JcpTestCase):
       return len(gc.get_objects())
     before = switch(20)
     self.assertLess(switch(1000) - before, 500)
+
+
+@tu.requires("modules_of_older_jax")
+class OlderModulesTest(JaxWorksTestCase):
+  """Modules that an older JAX made, with or without the package.
+
+  tests/export_modules.py made them: three layers, of tanh for a CPU, of sin for
+  a TPU and without an activation for the rest.
+  """
+
+  LAYERS = dict(cpu=jnp.tanh, tpu=jnp.sin, cuda=lambda x: x)
+
+  @jtu.run_on_devices("cpu")
+  def test_loads(self):
+    paths = [
+        path for path in (pathlib.Path(__file__).parent / "modules").iterdir()
+        if version.parse(path.name.split("-")[0]) <=
+        version.parse(jax.__version__)]
+    self.assertNotEmpty(paths)
+    for path in paths:
+      with self.subTest(path.stem):
+        serialized = bytearray(path.read_bytes())
+        with jax_cond_patch.deactivated():
+          try:
+            tu.deserialize(serialized)
+          except ValueError as error:
+            refused = str(error)
+          else:
+            refused = ""
+        if refused:
+          # JAX itself reads those of half a year, and no older ones.
+          self.assertIn("6-month backward-compatibility", refused)
+          with self.assertRaises(ValueError) as caught:
+            tu.deserialize(serialized)
+          self.assertEqual(str(caught.exception), refused)
+        else:
+          self.check(tu.deserialize(serialized))
+        self.assertWorks()
+
+  def check(self, exported):
+    x, w = X / 4, np.eye(4, dtype=np.float32) / 2 + np.float32(.1)
+    def direct(platform):
+      def layers(x, w):
+        for _ in range(3):
+          x = self.LAYERS[platform](x @ w)
+        return x
+      return layers
+    grad = lambda f: jax.jit(jax.grad(lambda x, w: f(x, w).sum()))
+    self.assertAllClose(grad(exported.call)(x, w), grad(direct("cpu"))(x, w),
+                        rtol=1e-5)
+    # In a branch, in a module that is exported and written anew.
+    in_branch = lambda x, w: lax.platform_dependent(
+        x, w, rocm=lambda x, w: x - w[0], default=exported.call)
+    again = tu.reloaded(tu.export(
+        jax.jit(in_branch), platforms=(*self.LAYERS, "rocm"))(x, w))
+    for platform in self.LAYERS:
+      for module in (exported, again):
+        self.assertAllClose(tu.run_as(module, platform, x, w),
+                            direct(platform)(x, w), rtol=1e-5)
+    self.assertAllClose(tu.run_as(again, "rocm", x, w), x - w[0])
 
 
 if __name__ == "__main__":

@@ -87,6 +87,9 @@ _FEATURES = dict(
     serialization=(
         hasattr(_export, "deserialize"),
         "Exported functions are not serialized up to JAX 0.4.23."),
+    modules_of_older_jax=(
+        jax.__version_info__ >= (0, 4, 30),
+        "The modules that are kept for this are of JAX 0.4.30 and later."),
     set_xla_metadata=(
         _has_module("jax.experimental.xla_metadata"),
         "There is no set_xla_metadata up to JAX 0.4.31."),
@@ -268,6 +271,11 @@ def reloaded(exported, vjp_order: int = 0):
     return _Exported(_export.deserialize(
         _export.serialize(exported.exported, vjp_order=vjp_order)))
   return exported  # There are no files of exports up to JAX 0.4.23.
+
+
+def deserialize(serialized: bytearray):
+  """Reads an export from the bytes of a file."""
+  return _export.deserialize(serialized)
 
 
 symbolic_shape = _export.symbolic_shape
