@@ -60,7 +60,7 @@ class FreshInterpreterTest(tu.JcpTestCase):
       "from jax.lax import platform_dependent; import jax_cond_patch",
       "import jax.experimental.pallas; import jax_cond_patch",
       "import jax_cond_patch, jax.experimental.pallas",
-      "import jax.export, jax_cond_patch; jax_cond_patch.activate()")
+      f"import {tu.EXPORT_MODULE}, jax_cond_patch; jax_cond_patch.activate()")
   def test_import_order(self, imports):
     self.assertRuns(f"{imports}\nassert is_patched(lower())")
 

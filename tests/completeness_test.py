@@ -29,7 +29,8 @@ PRIMITIVES = dict(
 
 # What registers rules and is not imported with JAX.
 MODULES = (
-    "jax._src.pallas.fuser", "jax._src.pallas.fuser.fusible_dtype",
+    "jax._src.pallas.fuser", "jax._src.pallas.fuser.fusable_dtype",
+    "jax._src.pallas.fuser.fusible_dtype",
     "jax._src.pallas.hlo_interpreter", "jax._src.pallas.mosaic.lowering",
     "jax._src.pallas.mosaic_gpu.lowering", "jax._src.pallas.triton.lowering",
     "jax.experimental.checkify", "jax.experimental.jet",
@@ -50,6 +51,7 @@ LOWERED = ("a platform conditional is resolved before it is lowered; without "
 NEVER_WITH_REFS = "an assertion, which looks at no params"
 
 SAFE_TABLES = {
+    ("jax._src.core.axis_substitution_rules", "cond_p"): KEEPS_PARAMS,
     ("jax._src.core.custom_typechecks", "cond_p"): TAKES_ANY_PARAMS,
     ("jax._src.interpreters.batching.ragged_prop_rules", "cond_p"):
         NEVER_WITH_REFS,
@@ -65,8 +67,8 @@ SAFE_TABLES = {
         NO_BRANCHES,
     ("jax._src.pallas.fuser.custom_evaluate.disallowed_primitives", "cond_p"):
         "refuses all conditionals",
-    ("jax._src.pallas.fuser.fusible_dtype._physicalize_rules", "cond_p"):
-        TAKES_ANY_PARAMS,
+    **{(f"jax._src.pallas.fuser.{module}._physicalize_rules", "cond_p"):
+       TAKES_ANY_PARAMS for module in ("fusable_dtype", "fusible_dtype")},
     ("jax._src.pallas.hlo_interpreter._eval_jaxpr_hop_rules", "cond_p"):
         KEEPS_PARAMS,
     ("jax._src.pallas.mosaic.lowering.lowering_rules", "cond_p"): IN_A_KERNEL,
@@ -82,6 +84,9 @@ SAFE_TABLES = {
         IN_A_KERNEL,
     ("jax.experimental.key_reuse._core.key_reuse_signatures", "cond_p"):
         ONLY_BRANCHES,
+    **{(f"jax.experimental.key_reuse.{module}.key_reuse_signatures_dynamic",
+        "cond_p"): ONLY_BRANCHES
+       for module in ("_core", "_forwarding", "_simple")},
     ("jax.experimental.roofline.roofline._rooflines", "cond_p"): NO_BRANCHES,
     ("jax.experimental.roofline.roofline._rooflines", "platform_index_p"):
         NO_BRANCHES,
@@ -104,6 +109,8 @@ SAFE_FUNCTIONS = {
            "_cond_partial_eval", "_cond_partial_eval_custom", "_cond_remat",
            "_cond_state_discharge_rule", "_cond_to_lojax", "_cond_transpose",
            "_cond_transpose_fancy", "_cond_typecheck")},
+    ("_src/lax/control_flow/conditionals.py", "cond_bind"):
+        "it is `cond_p.bind`, which is replaced",
     ("_src/lax/control_flow/conditionals.py", "_cond"):
         MAKES_ORDINARY_CONDITIONALS,
     ("_src/lax/control_flow/conditionals.py", "cond"):
@@ -114,15 +121,17 @@ SAFE_FUNCTIONS = {
         "binds with the platforms that it gets",
     ("_src/lax/control_flow/conditionals.py", "platform_dependent"):
         "its code is replaced",
-    ("_src/pallas/fuser/fusible_dtype.py", "_cond_physicalize_rule"):
-        REGISTERED,
+    **{(f"_src/pallas/fuser/{module}.py", "_cond_physicalize_rule"): REGISTERED
+       for module in ("fusable_dtype", "fusible_dtype")},
     ("_src/pallas/mosaic/interpret.py", "_interpret_jaxpr"): IN_A_KERNEL,
     ("_src/pallas/mosaic/interpret/interpret_pallas_call.py",
      "_interpret_jaxpr"): IN_A_KERNEL,
     ("_src/pallas/mosaic_gpu/interpret/jaxpr_interpret.py",
      "JaxprInterpreter"): IN_A_KERNEL,
+    ("_src/pallas/triton/lowering.py", ""): IN_A_KERNEL,
     ("_src/thunky/thunky.py", ""): "has another `cond_p`",
     ("_src/thunky/thunky.py", "switch"): "has another `cond_p`",
+    ("experimental/host_callback.py", "_rewrite_eqn"): KEEPS_PARAMS,
     ("experimental/jax2tf/jax2tf.py", ""):
         "converts through an export; to a graph it has other "
         "`bind_with_trace`s, which see only the branch that runs",

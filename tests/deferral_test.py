@@ -261,8 +261,11 @@ class DeferralTest(tu.JcpTestCase):
           self.assertIsDeferred(caught.exception, branch)
           if text.startswith("Transpose rule (for reverse-mode "
                              "differentiation) for 'fused' not implemented"):
-            # Alone, linearization fails at its end.
-            self.assertIn("Linearization failed", str(expected))
+            # Alone, linearization fails at its end; by an `assert` up to
+            # JAX 0.4.30.
+            self.assertIn("Linearization failed",
+                          str(expected) or "Linearization failed")
+            self.assertIsInstance(expected, (ValueError, AssertionError))
           elif text.startswith("Batching rule for 'no_rules' not implemented"):
             # It has neither rule, and alone the other one is missed first.
             self.assertIn("vmap", t)

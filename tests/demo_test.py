@@ -26,8 +26,10 @@ class DemoTest(tu.JcpTestCase):
       self.assertIn(program.title, result.stdout)
     after = re.findall(r"^  after .*$", result.stdout, re.M)
     self.assertLen(after, len(demo.PROGRAMS))
-    for row in after:
-      self.assertIn("relative error", row)
+    for row, program in zip(after, demo.PROGRAMS.values()):
+      lacks = ("gmm" in program.title and not tu.has("megablox") or
+               len(program.platforms) > 1 and tu.EXPORT_MODULE != "jax.export")
+      self.assertIn("not in this JAX" if lacks else "relative error", row)
     self.assertNotEmpty(result.stderr)  # it shows its progress
 
   def test_a_program_that_is_wrong(self):

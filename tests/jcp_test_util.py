@@ -58,6 +58,8 @@ jax.config.update("jax_traceback_filtering", "off")
 if getattr(jax.config, "jax_serialization_version", None) == 8:
   jax.config.update("jax_serialization_version", 9)
 
+EXPORT_MODULE = _export.__name__
+
 
 def _has_module(name: str) -> bool:
   try:
@@ -158,8 +160,9 @@ _FEATURES = dict(
         hasattr(jax, "debug_key_reuse"),
         "Up to JAX 0.4.25 no reuse of keys is found."),
     fusible=(
-        _has_module("jax._src.pallas.fuser.fusible_dtype"),
-        "Up to JAX 0.5.3 there are no fusible types."),
+        _has_module("jax._src.pallas.fuser.fusible_dtype") or
+        _has_module("jax._src.pallas.fuser.fusable_dtype"),
+        "Up to JAX 0.5.2 there are no fusible types."),
     direct_linearize=(
         hasattr(config, "use_direct_linearize"),
         "Up to JAX 0.4.35 there is one way to linearize."),

@@ -4,6 +4,7 @@ https://github.com/jax-ml/jax/issues/28594 and the question how to delegate to
 a function of one's own on a CPU.
 """
 from functools import partial
+import inspect
 
 from absl.testing import absltest
 import jax
@@ -88,15 +89,16 @@ class SeedsTest(tu.JcpTestCase):
     def func_cpu(a, v):
       def on_host(a, v):
         a, v = np.asarray(a), np.asarray(v)
+        a = np.broadcast_to(a, (*v.shape[:-1], a.shape[-1]))
         return np.stack([np.searchsorted(a_, v_) for a_, v_ in zip(
             a.reshape(-1, a.shape[-1]), v.reshape(-1, v.shape[-1]))]).reshape(
                 v.shape).astype(np.int32)
       shape = jax.ShapeDtypeStruct(v.shape, np.int32)
-      try:
+      if "vmap_method" in inspect.signature(jax.pure_callback).parameters:
         return jax.pure_callback(on_host, shape, a, v,
                                  vmap_method="broadcast_all")
-      except TypeError:  # JAX up to 0.4.33
-        return jax.pure_callback(on_host, shape, a, v, vectorized=True)
+      # Up to JAX 0.4.33 it broadcasts nothing.
+      return jax.pure_callback(on_host, shape, a, v, vectorized=True)
 
     def func_gpu(a, v):
       return jnp.searchsorted(a, v, method="sort").astype(np.int32)
