@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import importlib.util
 import logging
@@ -734,17 +735,40 @@ def _forget() -> None:
 
 
 def _calls_of_jax() -> dict[int, types.FrameType]:
-  """The outermost frame of JAX in each other thread that is in JAX."""
+  """The outermost frame of JAX in each other thread that is in JAX.
+
+  In free-threaded Python none is found: frames can't be read while they run.
+  """
   import jax
   directory = os.path.dirname(jax.__file__) + os.sep
-  calls = {}
-  for thread, frame in sys._current_frames().items():
-    here: types.FrameType | None = frame
-    while thread != threading.get_ident() and here is not None:
-      if here.f_code.co_filename.startswith(directory):
-        calls[thread] = here
-      here = here.f_back
+  calls: dict[int, types.FrameType] = {}
+  if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    return calls
+  with _without_garbage_collection():
+    for thread, frame in sys._current_frames().items():
+      here: types.FrameType | None = frame
+      while thread != threading.get_ident() and here is not None:
+        if here.f_code.co_filename.startswith(directory):
+          calls[thread] = here
+        here = here.f_back
   return calls
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+  """For what reads the frames of other threads.
+
+  Each gets an object when it is read. If this object's memory made Python
+  collect garbage, what that runs could let the thread return from the frame,
+  and the object would be of a frame that is gone.
+  """
+  enabled = gc.isenabled()
+  gc.disable()
+  try:
+    yield
+  finally:
+    if enabled:
+      gc.enable()
 
 
 @functools.cache

@@ -86,6 +86,9 @@ _FEATURES = dict(
     checked_shard_map=(
         hasattr(batching_internals, "fancy_primitive_batchers"),
         "Up to JAX 0.4.35 shard_map checks no conditional of any kind."),
+    vmap_of_checked_psum=(
+        not (0, 8, 1) <= jax.__version_info__ < (0, 9, 0),
+        "JAX 0.8.1 to 0.8.3 has no vmap of a psum in a checked shard_map."),
     serialization=(
         hasattr(_export, "deserialize"),
         "Exported functions are not serialized up to JAX 0.4.23."),
@@ -101,6 +104,9 @@ _FEATURES = dict(
     package=(
         not activation.has_patches(),
         "With the diffs JAX does not do this; see docs/pages/patches.md."),
+    switch_that_waits=(
+        getattr(sys, "_is_gil_enabled", lambda: True)(),
+        "In free-threaded Python a switch does not wait for other threads."),
     newest_release=(
         releases.installed() == releases.RELEASES[-1].jax,
         "What is replaced and called is recorded for the newest release."),

@@ -48,8 +48,8 @@ KINDS = ("plain", "jit", "scan", "grad", "vmap")
 
 class ThreadsTest(tu.JcpTestCase):
 
-  @jtu.run_on_devices("cpu")
-  def test_switching_while_others_work(self):
+  def work_in_threads(self, meanwhile):
+    """Runs programs in threads, checks them, and switches as it is told."""
     # Some functions are of all threads, so that they share what is traced.
     shared = [(jax.jit(f), expected) for f, expected in (
         program(kind, 0) for kind in KINDS)]
@@ -87,11 +87,11 @@ class ThreadsTest(tu.JcpTestCase):
     for thread in threads:
       thread.start()
     try:
-      for i in range(4):
+      for then in meanwhile:
         before = sum(counts)
         while sum(counts) < before + THREADS and not errors:
           done.wait(.01)
-        (jax_cond_patch.activate if i % 2 else jax_cond_patch.deactivate)()
+        then()
     finally:
       done.set()
       for thread in threads:
@@ -103,6 +103,17 @@ class ThreadsTest(tu.JcpTestCase):
       text = f.lower(X).as_text()
       self.assertNotIn("case", text)
 
+  @jtu.run_on_devices("cpu")
+  def test_work_of_threads(self):
+    self.work_in_threads([lambda: None])
+
+  @tu.requires("switch_that_waits")
+  @jtu.run_on_devices("cpu")
+  def test_switching_while_others_work(self):
+    self.work_in_threads(
+        2 * [jax_cond_patch.deactivate, jax_cond_patch.activate])
+
+  @tu.requires("switch_that_waits")
   def test_trace_that_a_switch_overtakes(self):
     """It goes on as it began, and is not used after the switch."""
     in_trace, switched = threading.Event(), threading.Event()

@@ -346,10 +346,10 @@ TRANSFORMATIONS = dict(
 
 # What a release must have for them.
 REQUIRED = dict(
-    refs="refs", refs_in_scan="refs", key_reuse="key_reuse", fusible="fusible",
-    **dict.fromkeys((name for name in TRANSFORMATIONS
-                     if name.startswith("shard_map_checked")),
-                    "checked_shard_map"))
+    refs=["refs"], refs_in_scan=["refs"], key_reuse=["key_reuse"],
+    fusible=["fusible"], shard_map_checked=["checked_shard_map"],
+    shard_map_checked_grad=["checked_shard_map"],
+    shard_map_checked_vmap=["checked_shard_map", "vmap_of_checked_psum"])
 
 # They linearize, for which JAX has two ways from 0.5.3 on.
 LINEARIZING = (
@@ -358,8 +358,9 @@ LINEARIZING = (
     "scan_grad", "closed_call_grad", "checkify_grad", "shard_map_checked_grad")
 
 
-# With the diffs JAX joins what the branches need in their second derivatives,
-# as it does for all conditionals: what one alone needs is a zero in the other.
+# With the diffs JAX joins what the branches save and what they need in second
+# derivatives, as it does for all conditionals: what one alone needs is in the
+# others, too.
 JOINED_WITH_THE_DIFFS = ("custom_vjp_inside_jit", "reverse_over_forward",
                          "reverse_over_reverse")
 
@@ -379,8 +380,8 @@ class TransformationsTest(tu.JcpTestCase):
       self.enter_context(config.enable_checks(False))
 
   def transformation(self, name):
-    if name in REQUIRED:
-      self.requires(REQUIRED[name])
+    for feature in REQUIRED.get(name, ()):
+      self.requires(feature)
     return TRANSFORMATIONS[name]
 
   @parameterized.parameters(*TRANSFORMATIONS)
