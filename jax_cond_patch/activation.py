@@ -166,6 +166,7 @@ def _early_table() -> Sequence[Replacement]:
   def replace_rule(table_name, rules_table, make, why):
     replace(f"{table_name}[cond_p]", Item(rules_table, cond_p), make, why)
 
+  internals.import_wrappers()
   replace("cond_p.impl", Attribute(cond_p, "impl"), rules.impl,
           "runs the branch taken if another one can't be lowered")
 

@@ -108,6 +108,18 @@ class FreshInterpreterTest(tu.JcpTestCase):
         assert is_patched(lower(f))
         """)
 
+  def test_import_of_what_replaces_rules(self):
+    """JAX 0.4.26 has a module that wraps those that it finds."""
+    self.assertRuns("""
+        import contextlib
+        import jax_cond_patch
+        with contextlib.suppress(ImportError):
+          import jax.experimental.key_reuse
+        assert is_patched(lower())
+        jax_cond_patch.deactivate()
+        assert not is_patched(lower())
+        """)
+
   def test_code_is_not_reused_after_a_switch(self):
     self.assertRuns("""
         import jax, jax_cond_patch

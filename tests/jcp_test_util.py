@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -77,6 +78,12 @@ def _rooflines() -> Container[core.Primitive]:
   return importlib.import_module(name)._rooflines if _has_module(name) else ()
 
 
+def _lowers_to_triton() -> bool:
+  name = "jax._src.pallas.triton.pallas_call_registration"
+  return _has_module(name) and "get_compute_capability" not in (
+      pathlib.Path(importlib.util.find_spec(name).origin).read_text())
+
+
 # What some of the supported releases do not have, and why it is not tested
 # there. All tests that are skipped for the release are skipped by this.
 _FEATURES = dict(
@@ -115,8 +122,9 @@ _FEATURES = dict(
         "Up to JAX 0.4.29 a Pallas kernel for TPU is lowered where there is a "
         "TPU only."),
     triton_kernels=(
-        _has_module("jax._src.pallas.triton.pallas_call_registration"),
-        "Up to JAX 0.4.25 other libraries lower Pallas kernels to Triton."),
+        _lowers_to_triton(),
+        "Up to JAX 0.4.25 other libraries lower Pallas kernels to Triton, and "
+        "up to 0.4.27 JAX does it for a GPU that is there."),
     interpreted_kernels_for_several_platforms=(
         _has_module("jax._src.pallas.triton.pallas_call_registration"),
         "Up to JAX 0.4.25 no Pallas kernel is in a module for several "

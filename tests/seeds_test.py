@@ -67,6 +67,7 @@ class GroupedMatmulTest(tu.JcpTestCase):
         out, grouped_matmul(self.x, self.weights[0], self.group_sizes),
         rtol=1e-3, atol=1e-3)
 
+  @tu.requires("tpu_kernels")
   def test_gmm_for_tpu(self):
     text = tu.lower(lambda x, ws: lax.scan(self.layer, x, ws), self.x,
                     self.weights, platforms=("tpu",))

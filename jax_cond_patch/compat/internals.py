@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import pathlib
 import sys
@@ -324,6 +325,15 @@ def current_trace(trace):
   if hasattr(core, "set_current_trace"):
     return core.set_current_trace(trace)
   return contextlib.nullcontext()
+
+
+def import_wrappers() -> None:
+  """Imports what would wrap a replacement, which then could not be undone."""
+  # That is seen only once it is there, and it is in this release alone: from
+  # https://github.com/jax-ml/jax/commit/d08e9a03d8 (JAX 0.4.26) to
+  # https://github.com/jax-ml/jax/commit/dc2d8c13d0 (JAX 0.4.27).
+  if jax.__version_info__ == (0, 4, 26):
+    importlib.import_module("jax.experimental.key_reuse")
 
 
 def has_graph_conversion() -> bool:
