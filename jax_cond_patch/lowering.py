@@ -57,10 +57,13 @@ def lower_sharding_computation(original: Callable) -> Callable:
 
 def jaxpr_subcomp(original: Callable) -> Callable:
   """Makes `mlir.jaxpr_subcomp` resolve the equations that it lowers."""
-  def resolved_jaxpr_subcomp(ctx, jaxpr, *args, **kwargs):
+  def resolved_jaxpr_subcomp(ctx, jaxpr, *args, dim_var_values, **kwargs):
     jaxpr = resolution.resolve(
         jaxpr, ctx.platforms, resolution.Scope.EQUATIONS)
-    return original(ctx, jaxpr, *args, **kwargs)
+    return original(
+        ctx, jaxpr, *args,
+        dim_var_values=internals.visible_dim_var_values(dim_var_values),
+        **kwargs)
 
   return resolved_jaxpr_subcomp
 

@@ -142,8 +142,10 @@ _FEATURES = dict(
         _has("jax.experimental.pallas.mosaic_gpu", "InterpretGPUParams"),
         "There is no interpreter of Mosaic GPU kernels up to JAX 0.8."),
     compute_on2=(
-        _has("jax._src.compute_on", "compute_on2"),
-        "Only JAX 0.8.0 to 0.11.0 have a second `compute_on`."),
+        _has("jax._src.compute_on", "compute_on2") and
+        jax.__version_info__ >= (0, 10, 1),
+        "Only JAX 0.10.1 to 0.11.0 have a second `compute_on` that changes the "
+        "platform."),
     refs=(
         jax.__version_info__ >= (0, 5, 0),
         "Up to JAX 0.4.38 no `scan` takes a reference that run_state did not "

@@ -74,14 +74,16 @@ def pallas_call(kernel, out_shape=OUT, **kwargs):
 
 
 def on_abstract_device(platform):
-  """Since JAX 0.11 kernels may ask for their device, or an abstract one."""
-  if not hasattr(jax.sharding, "AbstractDevice"):
+  """Since JAX 0.10.2 kernels may ask for their device, or an abstract one."""
+  device_type = getattr(jax.sharding, "AbstractDevice", None)
+  if (device_type is None or
+      "platform" not in inspect.signature(device_type).parameters):
     return contextlib.nullcontext()
   if platform == "tpu":
-    device = jax.sharding.AbstractDevice(
+    device = device_type(
         "TPU v5 lite", num_cores=1, platform="tpu")
   else:
-    device = jax.sharding.AbstractDevice(
+    device = device_type(
         "NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
   return jax.sharding.use_abstract_mesh(
       jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))

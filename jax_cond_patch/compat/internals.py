@@ -729,6 +729,21 @@ def _ir_consts(jaxpr) -> list:
 values_are_lists = hasattr(mlir, "wrap_singleton_ir_values")
 
 
+def visible_dim_var_values(values: Sequence[ir.Value]) -> Sequence[ir.Value]:
+  """The dimension variables, and the platform index, in the present block.
+
+  Up to JAX 0.7.0 what is in a `shard_map` is given those of the block around,
+  which it can't see if Shardy partitions the program:
+  https://github.com/jax-ml/jax/commit/dbd853e67a.
+  """
+  block = ir.InsertionPoint.current.block
+  owner = block.owner
+  if (not values or owner.name != "sdy.manual_computation" or
+      list(owner.operands[:len(values)]) != list(values)):
+    return values
+  return list(block.arguments[:len(values)])
+
+
 def lower_jaxpr_inline(ctx: mlir.LoweringRuleContext, jaxpr, tokens_in,
                        *args) -> tuple[Sequence, Any]:
   """Lowers a closed jaxpr at the insertion point, in a rule's context.
