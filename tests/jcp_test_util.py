@@ -180,8 +180,11 @@ _FEATURES = dict(
         _has_module("jax._src.pallas.fuser.fusable_dtype"),
         "Up to JAX 0.5.2 there are no fusible types."),
     direct_linearize=(
-        hasattr(config, "use_direct_linearize"),
-        "Up to JAX 0.4.35 there is one way to linearize."),
+        jax.__version_info__ >= (0, 5, 0),
+        "Up to JAX 0.4.38 only one way to linearize is finished."),
+    direct_linearize_of_shard_map=(
+        jax.__version_info__ >= (0, 5, 3),
+        "Up to JAX 0.5.2 there is one way to linearize a shard_map."),
     high_types=(
         _has("jax._src.hijax", "new_box"), "This JAX has no `new_box`."),
     optional_varying_axes=(
