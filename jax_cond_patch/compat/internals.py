@@ -673,14 +673,16 @@ def ordered_effects(effects) -> list:
 def flat_ir_types(module_context, avals: Sequence) -> tuple[list, Callable]:
   """The IR types of some avals in one list, and what undoes it for values.
 
-  The helpers for this moved at JAX 0.4.31, 0.10.0 and 0.10.2, and until the
-  first of these the value of an output is a list of IR values:
+  The helpers for this moved at JAX 0.4.31, 0.10.0, 0.10.1 and 0.10.2, and until
+  the first of these the value of an output is a list of IR values:
   https://github.com/jax-ml/jax/commit/3d5784a343,
   https://github.com/jax-ml/jax/commit/99a8f4b908,
+  https://github.com/jax-ml/jax/commit/eb56e59769,
   https://github.com/jax-ml/jax/commit/b8105546a9.
   """
   if hasattr(mlir, "_aval_to_ir_types"):
-    types_ = [mlir._aval_to_ir_types(module_context, a) for a in avals]
+    context = (module_context,) if takes(mlir._aval_to_ir_types, "ctx") else ()
+    types_ = [mlir._aval_to_ir_types(*context, a) for a in avals]
   elif values_are_lists:
     types_ = [mlir.aval_to_ir_types(a) for a in avals]
     return (util.flatten(types_),

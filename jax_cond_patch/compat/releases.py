@@ -70,7 +70,7 @@ RELEASES: tuple[Release, ...] = (
     Release("0.9.0.1", "native"),
     Release("0.9.1", "native", ci=True),
     Release("0.9.2", "native"),
-    Release("0.10.0", "native"),
+    Release("0.10.0", "native", ci=True),
     Release("0.10.1", "native"),
     Release("0.10.2", "native"),
     Release("0.11.0", "native", "3.12", ci=True),
