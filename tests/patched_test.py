@@ -6,6 +6,7 @@ which run there too, and by the StableHLO text of a corpus of programs.
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,18 @@ def run(*command, python_path=(), **env):
 
 
 @tu.requires("diffs")
+def without_place_of_conditionals(text):
+  """What a module is but for the `compute_on` regions of conditionals.
+
+  Up to JAX 0.5.0 the rule for dead code loses that of any conditional. The diffs
+  mend the rule; the package leaves ordinary conditionals as they are.
+  """
+  if jax.__version_info__ > (0, 5, 0):
+    return text
+  return re.sub(r"\}\) \{mhlo\.frontend_attributes = "
+                r'\{_xla_compute_type = "host"\}\}', "})", text)
+
+
 class PatchedTest(absltest.TestCase):
 
   def series(self):
@@ -95,7 +108,9 @@ class PatchedTest(absltest.TestCase):
     for name, text in texts[0].items():
       if not may_differ(name):
         with self.subTest(name):
-          self.assertMultiLineEqual(texts[1][name], text)
+          self.assertMultiLineEqual(
+              without_place_of_conditionals(texts[1][name]),
+              without_place_of_conditionals(text))
 
 
 if __name__ == "__main__":
