@@ -46,8 +46,8 @@ def run(*command, python_path=(), **env):
 def without_place_of_conditionals(text):
   """What a module is but for the `compute_on` regions of conditionals.
 
-  Up to JAX 0.5.0 the rule for dead code loses that of any conditional. The diffs
-  mend the rule; the package leaves ordinary conditionals as they are.
+  Up to JAX 0.5.0 the rule for dead code loses that of any conditional. The
+  diffs mend the rule; the package leaves ordinary conditionals as they are.
   """
   if jax.__version_info__ > (0, 5, 0):
     return text
