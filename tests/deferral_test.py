@@ -269,10 +269,10 @@ class DeferralTest(tu.JcpTestCase):
           elif text.startswith("Batching rule for 'no_rules' not implemented"):
             # It has neither rule, and alone the other one is missed first.
             self.assertIn("vmap", t)
-          elif name == "while_loop" and isinstance(expected, TypeError):
-            # JAX 0.8.0 to 0.9.0 fails on the way to its own error.
+          elif (name == "while_loop" and isinstance(expected, TypeError) and
+                isinstance(caught.exception, ValueError)):
+            # JAX 0.8.0 to 0.9.0 may fail on the way to its own error.
             self.assertIn("NoneType", str(expected))
-            self.assertIs(type(caught.exception), ValueError)
             self.assertStartsWith(text, "Reverse-mode differentiation")
           else:
             self.assertIs(type(caught.exception), type(expected))

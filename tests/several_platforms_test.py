@@ -225,6 +225,9 @@ class NarrowingTest(tu.JcpTestCase):
 
   def test_random_numbers(self):
     """Their primitives have lowering rules for some of the platforms."""
+    # From JAX 0.4.22 to 0.4.25 its test case refuses a key that is used twice.
+    if hasattr(config, "enable_key_reuse_checks"):
+      self.enter_context(config.enable_key_reuse_checks(False))
     key = jax.random.key(3)
     uniform = lambda x: x + jax.random.uniform(key, x.shape)
     normal = lambda x: x + jax.random.normal(key, x.shape)
