@@ -80,8 +80,7 @@ def on_abstract_device(platform):
       "platform" not in inspect.signature(device_type).parameters):
     return contextlib.nullcontext()
   if platform == "tpu":
-    device = device_type(
-        "TPU v5 lite", num_cores=1, platform="tpu")
+    device = device_type("TPU v5 lite", num_cores=1, platform="tpu")
   else:
     device = device_type(
         "NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")

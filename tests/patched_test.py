@@ -42,7 +42,6 @@ def run(*command, python_path=(), **env):
       env={**os.environ, "PYTHONPATH": python_path, **env})
 
 
-@tu.requires("diffs")
 def without_place_of_conditionals(text):
   """What a module is but for the `compute_on` regions of conditionals.
 
@@ -55,6 +54,7 @@ def without_place_of_conditionals(text):
                 r'\{_xla_compute_type = "host"\}\}', "})", text)
 
 
+@tu.requires("diffs")
 class PatchedTest(absltest.TestCase):
 
   def series(self):
