@@ -286,19 +286,19 @@ def export(f: Callable, *, platforms: Sequence[str] | None = None, **kwargs
   return _export.export(f, platforms=platforms, **kwargs)
 
 
-def reloaded(exported, vjp_order: int = 0):
-  """What is read from a file that an export is written to."""
-  if hasattr(exported, "serialize"):
-    return _export.deserialize(exported.serialize(vjp_order=vjp_order))
-  if hasattr(_export, "serialize"):
-    return _Exported(_export.deserialize(
-        _export.serialize(exported.exported, vjp_order=vjp_order)))
-  return exported  # There are no files of exports up to JAX 0.4.23.
-
-
 def deserialize(serialized: bytearray):
   """Reads an export from the bytes of a file."""
   return _export.deserialize(serialized)
+
+
+def reloaded(exported, vjp_order: int = 0):
+  """What is read from a file that an export is written to."""
+  if hasattr(exported, "serialize"):
+    return deserialize(exported.serialize(vjp_order=vjp_order))
+  if hasattr(_export, "serialize"):
+    return _Exported(deserialize(
+        _export.serialize(exported.exported, vjp_order=vjp_order)))
+  return exported  # There are no files of exports up to JAX 0.4.23.
 
 
 symbolic_shape = _export.symbolic_shape

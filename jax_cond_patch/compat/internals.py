@@ -738,10 +738,12 @@ def visible_dim_var_values(values: Sequence[ir.Value]) -> Sequence[ir.Value]:
   which it can't see if Shardy partitions the program:
   https://github.com/jax-ml/jax/commit/dbd853e67a.
   """
+  if not values:  # as for one platform
+    return values
   block = ir.InsertionPoint.current.block
-  owner = block.owner
-  if (not values or owner.name != "sdy.manual_computation" or
-      list(owner.operands[:len(values)]) != list(values)):
+  region = block.owner.operation
+  if (region.name != "sdy.manual_computation" or
+      list(region.operands[:len(values)]) != list(values)):
     return values
   return list(block.arguments[:len(values)])
 
