@@ -8,7 +8,7 @@ calls, conditionals and loops. Arithmetic is not.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import math
 from typing import Any
 
@@ -128,18 +128,18 @@ class Values:
   is not known. So `given` sees all the inputs that may matter.
   """
 
-  def __init__(self, platform: Platform | None, definitions: Mapping,
+  def __init__(self, platform: Platform | None, definition_of: Callable,
                given: Callable[[core.Var], Value], depth=None):
     """Initializes `Values`.
 
     Args:
       platform: the name of a lowering platform, None if it is not known.
-      definitions: the equations that define the variables.
+      definition_of: returns the equation that defines a variable, or None.
       given: returns the value of a variable that none defines.
       depth: how many equations are being followed, a list of one number.
     """
     self._platform = platform
-    self._definitions = definitions
+    self._definition_of = definition_of
     self._given = given
     self._depth = [0] if depth is None else depth
     self._values: dict[core.Var, Value] = {}
@@ -147,7 +147,7 @@ class Values:
 
   @classmethod
   def of_jaxpr(cls, jaxpr, platform: Platform | None, input_at: Callable,
-               definitions: Mapping | None = None, depth=None) -> Values:
+               definition_of: Callable | None = None, depth=None) -> Values:
     """The values in a jaxpr; `input_at` gives that of the input at a position.
     """
     opened = internals.open_jaxpr(jaxpr)
@@ -159,9 +159,9 @@ class Values:
         return input_at(inputs[var])
       return _scalar(consts[var], var.aval) if var in consts else None
 
-    if definitions is None:
-      definitions = _definitions(opened)
-    return cls(platform, definitions, given, depth)
+    if definition_of is None:
+      definition_of = _definitions(opened).get
+    return cls(platform, definition_of, given, depth)
 
   def __call__(self, atom: core.Atom | None) -> Value:
     if atom is None or not _is_integer(atom.aval):
@@ -177,7 +177,7 @@ class Values:
     return self._values[atom]
 
   def _variable(self, var: core.Var) -> Value:
-    eqn = self._definitions.get(var)
+    eqn = self._definition_of(var)
     if eqn is None:
       return self._given(var)
     if eqn.primitive is internals.platform_index_p:
@@ -257,4 +257,4 @@ def known_to_trace(index) -> Value:
   def given(var):
     value = constant(var)
     return None if value is None else _scalar(value, var.aval)
-  return Values(None, definitions, given)(atom)
+  return Values(None, definitions.get, given)(atom)

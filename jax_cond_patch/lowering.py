@@ -28,7 +28,7 @@ def lower_sharding_computation(original: Callable) -> Callable:
   signature = inspect.signature(original)
 
   def lower_resolved(closed_jaxpr, *args, **kwargs):
-    if not resolution.is_resolvable(closed_jaxpr):
+    if not resolution.is_resolvable(closed_jaxpr, resolution.Scope.PROGRAM):
       return original(closed_jaxpr, *args, **kwargs)
     jaxpr = internals.open_jaxpr(closed_jaxpr)
     arguments = signature.bind(closed_jaxpr, *args, **kwargs).arguments

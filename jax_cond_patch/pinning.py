@@ -21,6 +21,8 @@ from jax_cond_patch import activation
 from jax_cond_patch import platforms as platforms_lib
 from jax_cond_patch.compat import internals
 
+CALL_EXPORTED = "call_exported"
+
 
 @dataclasses.dataclass(frozen=True)
 class PinnedEffect(effects.Effect):
@@ -104,7 +106,7 @@ def _pin_of(exported) -> tuple[str, ...] | None:
 
 def is_pinned_export(eqn: core.JaxprEqn) -> bool:
   """Whether an equation calls a function that was exported under a pin."""
-  return (eqn.primitive.name == "call_exported" and
+  return (eqn.primitive.name == CALL_EXPORTED and
           _pin_of(eqn.params["exported"]) is not None)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 import enum
+import functools
 import itertools
 import operator
 from typing import Any
@@ -72,11 +73,26 @@ def is_platform_conditional(eqn: core.JaxprEqn) -> bool:
           eqn.params.get(internals.PLATFORMS) is not None)
 
 
+_RESOLVED = frozenset([
+    internals.cond_p.name, internals.platform_index_p.name,
+    pinning.pinned_p.name, pinning.CALL_EXPORTED])
+
+# The names of the primitives whose equations `resolve` looks at; None for all.
+_LOOKED_AT: dict[Scope, frozenset[str] | None] = {
+    Scope.PROGRAM: TRANSPARENT_PRIMITIVES | _RESOLVED,
+    Scope.EQUATIONS: internals.KERNELS | _RESOLVED,
+    Scope.KERNEL: None}
+
+
 @internals.weakref_lru_cache
-def is_resolvable(jaxpr) -> bool:
-  """Whether there may be something to resolve in a jaxpr, or in its own."""
+def is_resolvable(jaxpr, scope: Scope) -> bool:
+  """Whether `resolve` may have something to do."""
+  names = _LOOKED_AT[scope]
+  inner_scope = Scope.PROGRAM if scope is Scope.PROGRAM else Scope.KERNEL
   values: constants.Values | None = None
   for eqn in internals.open_jaxpr(jaxpr).eqns:
+    if names is not None and eqn.primitive.name not in names:
+      continue
     if (eqn.primitive in (internals.platform_index_p, pinning.pinned_p) or
         is_platform_conditional(eqn) or pinning.is_pinned_export(eqn)):
       return True
@@ -87,7 +103,9 @@ def is_resolvable(jaxpr) -> bool:
     if eqn.primitive is internals.cond_p and (
         len(jaxprs) == 1 or values(eqn.invars[0]) is not None):
       return True
-    if any(map(is_resolvable, jaxprs)):
+    if scope is Scope.EQUATIONS and not internals.is_kernel(eqn):
+      continue
+    if any(is_resolvable(jaxpr, inner_scope) for jaxpr in jaxprs):
       return True
     for called, operands in constants.operands(eqn):
       known = {i for i, x in enumerate(operands) if values(x) is not None}
@@ -124,7 +142,7 @@ def resolve(jaxpr, platforms: Sequence[Platform], scope: Scope,
     A jaxpr with the same inputs, outputs and constants; the same object if
     there was nothing to resolve.
   """
-  if not is_resolvable(jaxpr):
+  if not is_resolvable(jaxpr, scope):
     return jaxpr
   resolved = _resolve(jaxpr, tuple(platforms), scope)
   if resolved is None or scope is Scope.KERNEL or not drop_dead:
@@ -153,7 +171,7 @@ def _resolve(jaxpr, platforms: tuple[Platform, ...], scope: Scope,
   The same jaxpr gives the same object, so that what shares a jaxpr shares its
   lowering afterwards. None, since the cache must not hold on to its own key.
   """
-  if not known and not is_resolvable(jaxpr):
+  if not known and not is_resolvable(jaxpr, scope):
     return None
   resolver = _Resolver(jaxpr, platforms, scope, dict(known))
   resolved = internals.map_jaxpr(resolver.jaxpr, jaxpr)
@@ -174,14 +192,22 @@ class _Resolver:
         *opened.constvars, *opened.invars,
         *itertools.chain(*(eqn.outvars for eqn in opened.eqns))}
     self.definitions: dict[core.Var, core.JaxprEqn] = {}
+    self.num_defined = 0
     unknown = (None,) * len(platforms)
     def given(n: int):
       return lambda i: known.get(i, unknown)[n]
     self.values = {
         platform: constants.Values.of_jaxpr(
-            jaxpr, platform, given(n), self.definitions)
+            jaxpr, platform, given(n), self.definition_of)
         for n, platform in enumerate(platforms)}
     self.changed = False
+
+  def definition_of(self, var: core.Var) -> core.JaxprEqn | None:
+    """The equation that defines a variable here; few programs ask for one."""
+    for eqn in self.eqns[self.num_defined:]:
+      self.definitions.update(dict.fromkeys(eqn.outvars, eqn))
+    self.num_defined = len(self.eqns)
+    return self.definitions.get(var)
 
   def jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
     outvars = self.inline(jaxpr, {})
@@ -204,10 +230,12 @@ class _Resolver:
     """
     renamed = (_renaming(env) if caller is None else
                _renaming_in(caller, env, self.unused))
+    looked_at = _LOOKED_AT[self.scope]
     for eqn in jaxpr.eqns:
       here = renamed(eqn)
-      outs = self.eqn(here)
-      if outs:
+      if looked_at is not None and eqn.primitive.name not in looked_at:
+        self.eqns.append(here)
+      elif outs := self.eqn(here):
         env.update((v, outs[w]) for v, w in zip(eqn.outvars, here.outvars)
                    if w in outs)
     return _read(env, jaxpr.outvars)
@@ -253,15 +281,10 @@ class _Resolver:
           self.known(eqn, j, operands.get(id(j)), platforms)))
       if mapped is not eqn:
         self.changed = True
-        self.emit(mapped)
+        self.eqns.append(mapped)
         return _forwarded(mapped)
-    self.emit(eqn)
-    return {}
-
-  def emit(self, eqn: core.JaxprEqn) -> None:
     self.eqns.append(eqn)
-    for v in eqn.outvars:
-      self.definitions[v] = eqn
+    return {}
 
   def known(self, eqn: core.JaxprEqn, jaxpr, operands: Sequence | None,
             platforms: tuple[Platform, ...]) -> tuple[Known, ...]:
@@ -329,11 +352,11 @@ class _Resolver:
       self.missing(eqn, branches_platforms, reachable.missing)
       return {}
     if len(reachable.branches) > 1:
-      self.emit(eqn)
+      self.eqns.append(eqn)
       return {}
     self.changed = True
-    index = core.Literal(np.int32(reachable.branches[0]), eqn.outvars[0].aval)
-    return {eqn.outvars[0]: index}
+    index, = eqn.outvars
+    return {index: _index_literal(reachable.branches[0], index.aval)}
 
   def platform_conditional(self, eqn: core.JaxprEqn
                            ) -> dict[core.Var, core.Atom]:
@@ -350,7 +373,7 @@ class _Resolver:
     if self.scope is Scope.PROGRAM:
       self.several_owners(eqn, branches, reachable.owned)
     else:
-      self.emit(eqn.replace(
+      self.eqns.append(eqn.replace(
           invars=eqn.invars[1:], primitive=platform_case_p,
           params=dict(branches=tuple(branches), platforms=reachable.owned),
           effects=changed_effects(
@@ -410,7 +433,7 @@ class _Resolver:
   def several_owners(self, eqn: core.JaxprEqn, branches: Sequence,
                      owned: tuple[tuple[str, ...], ...]) -> None:
     index = self.new_var(eqn.invars[0].aval)
-    self.emit(eqn.replace(
+    self.eqns.append(eqn.replace(
         invars=[], outvars=[index], primitive=internals.platform_index_p,
         params=internals.platform_index_params(owned), effects=set()))
     kept = tuple(
@@ -420,7 +443,7 @@ class _Resolver:
                      self.known(eqn, branch, eqn.invars[1:], names))
             for branch, names in zip(branches, owned))))
     params = {**eqn.params, "branches": kept, internals.PLATFORMS: owned}
-    self.emit(eqn.replace(
+    self.eqns.append(eqn.replace(
         invars=[index, *eqn.invars[1:]], params=params,
         effects=changed_effects(eqn.effects, eqn.params["branches"], kept)))
 
@@ -444,8 +467,13 @@ class _Resolver:
               missing: Sequence[str]) -> None:
     self.changed = True
     message = no_branch(branches_platforms, missing, eqn.source_info)
-    self.emit(deferral.deferred_error_eqn(
+    self.eqns.append(deferral.deferred_error_eqn(
         eqn, deferral.DeferredError(NotImplementedError, message)))
+
+
+@functools.lru_cache
+def _index_literal(branch: int, aval: core.ShapedArray) -> core.Literal:
+  return core.Literal(np.int32(branch), aval)
 
 
 def _read(env: dict[core.Var, core.Atom], atoms: Sequence[core.Atom]
@@ -459,6 +487,8 @@ def _renaming(env: dict[core.Var, core.Atom]) -> Callable:
     if not env:
       return eqn
     invars = _read(env, eqn.invars)
+    if is_platform_conditional(eqn):
+      invars[0] = eqn.invars[0]  # Nothing reads it: it gets another index.
     effects = internals.rename_input_effects(eqn.effects, env)
     if effects is eqn.effects and all(map(operator.is_, invars, eqn.invars)):
       return eqn
@@ -475,8 +505,6 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
   compute_type = internals.compute_type(caller)
 
   def define(v):
-    if v in env:
-      return env[v]
     here = unused(v)
     if here is not v:
       env[v] = here
@@ -490,8 +518,9 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
           name_stack=name_stack + inner if inner.stack else name_stack)
     here = eqn.replace(
         invars=_read(env, eqn.invars),
-        outvars=list(map(define, eqn.outvars)),
-        effects=internals.rename_input_effects(eqn.effects, env),
+        outvars=[env[v] if v in env else define(v) for v in eqn.outvars],
+        effects=(internals.rename_input_effects(eqn.effects, env)
+                 if eqn.effects else eqn.effects),
         source_info=source_info)
     if compute_type and not internals.compute_type(eqn):
       here = here.replace(ctx=caller.ctx)

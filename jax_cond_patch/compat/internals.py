@@ -372,9 +372,12 @@ def platforms_for_eqn_ctx(eqn_ctx) -> tuple[str, ...]:
 
 # Kernels.
 
+# Those that call a Pallas kernel, and can be lowered.
+KERNELS = frozenset(["mpmd_map", "pallas_call"])
+
+
 def is_kernel(eqn: core.JaxprEqn) -> bool:
-  """Whether an equation calls a Pallas kernel, and can be lowered."""
-  return eqn.primitive.name in ("pallas_call", "mpmd_map")
+  return eqn.primitive.name in KERNELS
 
 
 def index_maps(eqn: core.JaxprEqn) -> list:
