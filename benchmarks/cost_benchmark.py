@@ -22,31 +22,32 @@ import programs
 PHASES = ("trace", "lower", "compile", "first call")
 
 
-def _sites(transformation, branches, sites, phases=PHASES[:2], rounds=3):
-  return [pytest.param(transformation, branches, sites, phase, rounds,
-                       id=f"{transformation}-{branches}-{sites}-{phase}")
+def _cases(transformation, branches, sites, phases=PHASES[:2], rounds=3,
+           layers="equal"):
+  return [pytest.param(
+      transformation, layers, branches, sites, phase, rounds,
+      id=f"{transformation}-{layers}-{branches}-{sites}-{phase}")
           for phase in phases]
 
 
 CASES = list(itertools.chain(
-    _sites("forward", 4, 10, PHASES), _sites("gradient", 4, 10, PHASES),
-    *(_sites(t, 4, 10) for t in ("vmap", "scan", "remat", "nested",
-                                 "different layers", "ordinary")),
-    *(_sites(t, n, 10) for t in ("forward", "gradient") for n in (1, 8)),
-    *(_sites(t, 4, n, rounds=3 if n < 1000 else 1)
-      for t in ("forward", "gradient") for n in (60, 100, 1000))))
+    *(_cases(t, 4, 10, (*PHASES, "export")) for t in ("forward", "gradient")),
+    *(_cases(t, 4, 10) for t in ("vmap", "scan", "remat", "nested")),
+    *(_cases(t, n, 10) for t in ("forward", "gradient") for n in (1, 8)),
+    *(_cases(t, 4, 60, rounds=7, layers=layers)
+      for t in ("forward", "gradient") for layers in programs.LAYERS),
+    *(_cases(t, 4, n, rounds=3 if n < 1000 else 1)
+      for t in ("forward", "gradient") for n in (100, 1000)),
+    _cases("ordinary", 4, 10, PHASES, rounds=7)))
 
 
-def make(transformation, branches):
+def make(transformation, layers, branches):
   """Returns a program with conditionals, and one that calls directly."""
   if transformation == "ordinary":
     return (programs.switches(branches),) * 2
   if transformation == "nested":
-    return (programs.nested(programs.model(branches)),
-            programs.direct(branches))
-  layers = "equal"
-  if transformation == "different layers":
-    transformation, layers = "gradient", "different"
+    return (programs.nested(programs.model(branches, layers)),
+            programs.direct(branches, layers))
   transform = programs.TRANSFORMATIONS[transformation]
   return (transform(programs.model(branches, layers)),
           transform(programs.direct(branches, layers)))
@@ -57,6 +58,8 @@ def prepare(phase, f, args):
   f = jax.jit(functools.partial(f))
   if phase == "trace":
     return lambda: f.trace(*args)
+  if phase == "export":
+    return lambda: programs.exported(f, *args)
   if phase == "first call":
     return lambda: jax.block_until_ready(f(*args))
   traced = f.trace(*args)
@@ -83,9 +86,11 @@ def patched_afterwards():
 
 
 @pytest.mark.benchmark(timer=time.process_time, disable_gc=True)
-@pytest.mark.parametrize("transformation,branches,sites,phase,rounds", CASES)
-def test_cost(benchmark, transformation, branches, sites, phase, rounds):
-  branchy, direct = make(transformation, branches)
+@pytest.mark.parametrize(
+    "transformation,layers,branches,sites,phase,rounds", CASES)
+def test_cost(
+    benchmark, transformation, layers, branches, sites, phase, rounds):
+  branchy, direct = make(transformation, layers, branches)
   args = arguments(sites)
   times = dict(direct=[], unpatched=[])
 
@@ -106,16 +111,18 @@ def test_cost(benchmark, transformation, branches, sites, phase, rounds):
 
   benchmark.pedantic(lambda run: run(), setup=setup, rounds=rounds)
   benchmark.extra_info.update(
-      transformation=transformation, branches=branches, sites=sites,
-      phase=phase, jax=jax.__version__,
+      transformation=transformation, layers=layers, branches=branches,
+      sites=sites, phase=phase, jax=jax.__version__,
       **{name: statistics.median(measured) for name, measured in times.items()})
-  if phase == "lower":
+  if phase in ("lower", "export"):
     for name, f, switch in (
         ("direct", direct, jax_cond_patch.deactivated),
         ("unpatched", branchy, jax_cond_patch.deactivated),
         ("patched", branchy, jax_cond_patch.activated)):
       with switch():
-        text = jax.jit(lambda *args: f(*args)).lower(*args).as_text()
+        program = jax.jit(lambda *args: f(*args))
+        text = (programs.exported(program, *args) if phase == "export" else
+                program.lower(*args).as_text())
       benchmark.extra_info[f"{name} operations"] = text.count(" = ")
       benchmark.extra_info[f"{name} bytes"] = len(text)
 
@@ -138,6 +145,8 @@ def test_helper_of_layers(benchmark, layers):
 def test_activation(benchmark):
   benchmark.pedantic(
       jax_cond_patch.activate, setup=jax_cond_patch.deactivate, rounds=10)
+  benchmark.extra_info.update(
+      activation=benchmark.stats["median"], jax=jax.__version__)
 
 
 @pytest.mark.benchmark(warmup=False)

@@ -22,18 +22,35 @@ def layer(x, w, b, scale):
   return jnp.tanh(x @ w + b) * scale
 
 
+# What the layers of a model differ in: nothing, a constant, or weights of their
+# own that they close over.
+LAYERS = ("equal", "different", "closed over")
+
+
+def _layer_of(site, kind, scale):
+  if kind == "different":
+    scale += site / 1024
+  if kind != "closed over":
+    return functools.partial(layer, scale=scale)
+  return lambda x, w, b: layer(x, w + _weights(site, len(x)), b, scale)
+
+
+@functools.cache
+def _weights(site, size):
+  return np.full((size, size), 1 + site / 1024, np.float32)
+
+
 def model(num_branches, layers="equal"):
   """A model with branches: x, weights, bias -> x.
 
   Args:
     num_branches: how many branches each site has.
-    layers: whether the layers are "equal", or "different" in a constant.
+    layers: one of `LAYERS`.
   """
   def f(x, ws, b):
     for site, w in enumerate(ws):
       x = lax.platform_dependent(x, w, b, **{
-          platform: functools.partial(
-              layer, scale=i + 1.5 + (layers == "different") * site / 1024)
+          platform: _layer_of(site, layers, i + 1.5)
           for i, platform in enumerate(PLATFORMS[:num_branches])})
     return x
   return f
@@ -43,7 +60,7 @@ def direct(num_branches, layers="equal"):
   del num_branches
   def f(x, ws, b):
     for site, w in enumerate(ws):
-      x = layer(x, w, b, 1.5 + (layers == "different") * site / 1024)
+      x = _layer_of(site, layers, 1.5)(x, w, b)
     return x
   return f
 

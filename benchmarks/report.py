@@ -37,6 +37,10 @@ def ratio(x, y):
   return f"x{x / y:.2f}" if y else "-"
 
 
+_PHASES = ("trace", "lower", "operations", "bytes", "compile", "first call",
+           "export", "operations of the export", "bytes of the export")
+
+
 def table(measured):
   """One row for each program and phase, the releases side by side."""
   releases = list(dict.fromkeys(
@@ -44,20 +48,29 @@ def table(measured):
   releases.sort(key=lambda release: [int(n) for n in release.split(".")])
   cells = collections.defaultdict(dict)
   for seconds, info in sites(measured):
-    program = (info["transformation"], info["branches"], info["sites"])
-    cells[(*program, info["phase"])][info["jax"]] = (
-        ratio(info["unpatched"], info["direct"]) + " / " +
-        ratio(seconds, info["direct"]))
-    if "patched operations" in info:
-      cells[(*program, "operations")][info["jax"]] = (
-          ratio(info["unpatched operations"], info["direct operations"]) +
-          " / " + ratio(info["patched operations"], info["direct operations"]))
+    program = (info["transformation"], info["layers"], info["sites"],
+               info["branches"])
+    found = {info["phase"]: (info["unpatched"], seconds, info["direct"])}
+    for counted in ("operations", "bytes"):
+      if f"patched {counted}" in info:
+        of = " of the export" if info["phase"] == "export" else ""
+        found[counted + of] = tuple(
+            info[f"{way} {counted}"]
+            for way in ("unpatched", "patched", "direct"))
+    for phase, (unpatched, patched, direct) in found.items():
+      cells[(*program, phase)][info["jax"]] = (
+          f"{ratio(unpatched, direct)} / {ratio(patched, direct)}")
   lines = [
-      "| program | branches | sites | phase | " + " | ".join(releases) + " |",
-      "|---" * (4 + len(releases)) + "|"]
-  for row, by_release in sorted(cells.items()):
+      "| program | layers | sites | branches | phase | " +
+      " | ".join(releases) + " |",
+      "|---" * (5 + len(releases)) + "|"]
+  for row, by_release in sorted(cells.items(), key=lambda cell: (
+      *cell[0][:-1], _PHASES.index(cell[0][-1]))):
     lines.append("| " + " | ".join(map(str, row)) + " | " + " | ".join(
         by_release.get(release, "-") for release in releases) + " |")
+  for info in (info for _, info in measured if "activation" in info):
+    lines.append(f"\nJAX {info['jax']}: `activate` takes "
+                 f"{info['activation'] * 1000:.0f} ms.")
   for info in (info for _, info in measured if "added" in info):
     lines.append(f"\nJAX {info['jax']}: `import jax_cond_patch` adds "
                  f"{info['added'] * 1000:.0f} ms to `import jax`.")
@@ -73,8 +86,8 @@ def plot(measured, path):
         row, ("sites", "branches"), (dict(branches=4), dict(sites=10))):
       for release in dict.fromkeys(
           info["jax"] for _, info in measured if "phase" in info):
-        found = sites(measured, transformation="gradient", phase=phase,
-                      jax=release, **fixed)
+        found = sites(measured, transformation="gradient", layers="equal",
+                      phase=phase, jax=release, **fixed)
         if not found:
           continue
         xs = [info[x_name] for _, info in found]
