@@ -37,23 +37,14 @@ config.parse_flags_with_absl()
 X = np.arange(1, 5, dtype=np.float32) / 4
 
 
-def doubling_primitive(name: str) -> core.Primitive:
-  """A primitive that doubles, without a rule but to be lowered."""
-  primitive = core.Primitive(name)
-  primitive.def_abstract_eval(lambda x: x)
-  mlir.register_lowering(
-      primitive, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
-  return primitive
-
-
-no_rules_p = doubling_primitive("no_rules")
+no_rules_p = tu.doubling_primitive("no_rules")
 
 
 def no_rules(x):
   return no_rules_p.bind(x)
 
 
-no_jvp_p = doubling_primitive("no_jvp")
+no_jvp_p = tu.doubling_primitive("no_jvp")
 batching.defvectorized(no_jvp_p)
 
 
@@ -61,7 +52,7 @@ def no_jvp(x):
   return no_jvp_p.bind(x)
 
 
-no_transpose_p = doubling_primitive("no_transpose")
+no_transpose_p = tu.doubling_primitive("no_transpose")
 batching.defvectorized(no_transpose_p)
 ad.defjvp(no_transpose_p, lambda t, x: no_transpose_p.bind(t))
 
@@ -70,7 +61,7 @@ def no_transpose(x):
   return no_transpose_p.bind(x)
 
 
-no_batching_p = doubling_primitive("no_batching")
+no_batching_p = tu.doubling_primitive("no_batching")
 ad.deflinear2(no_batching_p, lambda ct, x: [2 * ct])
 
 
@@ -519,7 +510,7 @@ class DeferralTest(tu.JcpTestCase):
     tu.lower(jax.vmap(g), X, platforms=("tpu",))
 
   def test_checkify(self):
-    unchecked_p = doubling_primitive("unchecked")
+    unchecked_p = tu.doubling_primitive("unchecked")
     def rule(*_, **__):
       raise NotImplementedError("no error check")
     checkify_lib.error_checks[unchecked_p] = rule
@@ -551,7 +542,7 @@ class DeferralTest(tu.JcpTestCase):
   def test_remat_by_tracing(self):
     if not internals.remat_rules():
       return
-    no_remat_p = doubling_primitive("no_remat")
+    no_remat_p = tu.doubling_primitive("no_remat")
     ad.deflinear2(no_remat_p, lambda ct, x: [2 * ct])
     def rule(*_, **__):
       raise NotImplementedError("no_remat has no rule")
@@ -580,7 +571,7 @@ class DeferralTest(tu.JcpTestCase):
                  lambda: FileNotFoundError(2, "one", "two")):
       def rule(primals, tangents):
         raise make()
-      failing_p = doubling_primitive("failing")
+      failing_p = tu.doubling_primitive("failing")
       ad.primitive_jvps[failing_p] = rule
       f = lambda x: jax.jvp(elsewhere(failing_p.bind), (x,), (x,))[1]
       with self.assertRaises(type(make())) as caught:
@@ -601,7 +592,7 @@ class DeferralTest(tu.JcpTestCase):
       held.append(weakref.ref(tangents[0]))
       raise NotImplementedError("no rule")
 
-    failing_p = doubling_primitive("failing")
+    failing_p = tu.doubling_primitive("failing")
     ad.primitive_jvps[failing_p] = rule
     jaxpr = jax.make_jaxpr(
         lambda x: jax.jvp(elsewhere(failing_p.bind), (x,), (x,)))(X)

@@ -208,6 +208,15 @@ def requires(feature: str) -> Callable:
   return unittest.skipUnless(*_FEATURES[feature])
 
 
+def doubling_primitive(name: str) -> core.Primitive:
+  """A primitive that doubles, without a rule but to be lowered."""
+  primitive = core.Primitive(name)
+  primitive.def_abstract_eval(lambda x: x)
+  mlir.register_lowering(
+      primitive, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+  return primitive
+
+
 def only_on_primitive(platform: str) -> core.Primitive:
   """A primitive that adds 1, and raises when lowered for another platform."""
   primitive = core.Primitive(f"only_on_{platform}")
