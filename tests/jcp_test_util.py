@@ -79,8 +79,10 @@ def _rooflines() -> Container[core.Primitive]:
 
 def _lowers_to_triton() -> bool:
   name = "jax._src.pallas.triton.pallas_call_registration"
-  return _has_module(name) and "get_compute_capability" not in (
-      pathlib.Path(importlib.util.find_spec(name).origin).read_text())
+  if not _has_module(name):
+    return False
+  text = pathlib.Path(importlib.util.find_spec(name).origin).read_text()
+  return not ("get_compute_capability" in text or "local_devices" in text)
 
 
 # What some of the supported releases do not have, and why it is not tested
@@ -123,7 +125,7 @@ _FEATURES = dict(
     triton_kernels=(
         _lowers_to_triton(),
         "Up to JAX 0.4.25 other libraries lower Pallas kernels to Triton, and "
-        "up to 0.4.27 JAX does it for a GPU that is there."),
+        "up to 0.4.29 JAX does it for a GPU that is there."),
     interpreted_kernels_for_several_platforms=(
         _has_module("jax._src.pallas.triton.pallas_call_registration"),
         "Up to JAX 0.4.25 no Pallas kernel is in a module for several "
@@ -136,6 +138,10 @@ _FEATURES = dict(
         jax.__version_info__ != (0, 5, 0),
         "Up to JAX 0.4.34 Pallas has no Mosaic GPU but by a hidden flag, and "
         "the jaxlib of 0.5.0 for the CPU does not have its passes."),
+    mosaic_gpu_conditionals_of_arrays=(
+        jax.__version_info__ >= (0, 4, 36),
+        "Up to JAX 0.4.35 no conditional of any kind in a Mosaic GPU kernel "
+        "returns an array."),
     tpu_interpreter=(
         _has_module("jax._src.pallas.mosaic.interpret"),
         "There is no interpreter of TPU kernels up to JAX 0.5.0."),
@@ -318,8 +324,10 @@ def lower_jitted(f: Callable, *args, platforms: Sequence[str]):
   """What `jax.jit(f).lower` gives for other platforms."""
   platforms = tuple(platforms)
   if hasattr(f, "trace"):
-    return f.trace(*args).lower(lowering_platforms=platforms)
-  # `trace` came with JAX 0.4.30.
+    traced = f.trace(*args)
+    # It came with JAX 0.4.30, one release after `trace`.
+    if "lowering_platforms" in inspect.signature(traced.lower).parameters:
+      return traced.lower(lowering_platforms=platforms)
   return f.lower(*args, _experimental_lowering_parameters=(
       mlir_internals.LoweringParameters(platforms=platforms)))
 

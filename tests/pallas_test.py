@@ -230,6 +230,8 @@ class KernelTest(tu.JcpTestCase):
     language, platform = target
     if (language, inside) == ("triton", "scoped"):
       self.skipTest("Triton has no run_scoped.")
+    if (language, inside) == ("mosaic_gpu", "cond"):
+      self.requires("mosaic_gpu_conditionals_of_arrays")
     def body(x):
       return choose(x, *BRANCHES)
     def kernel(x_ref, o_ref):
