@@ -530,20 +530,31 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
 
 
 def _forwarded(eqn: core.JaxprEqn) -> dict[core.Var, core.Atom]:
-  """The outputs of a jitted function that are inputs of it.
+  """The outputs of a jitted function or of a loop that are inputs of it.
 
   JAX has found them when it traced the function, as it does, but for those that
   a branch returns.
   """
-  if eqn.primitive.name not in ("jit", "pjit"):
-    return {}
-  jaxpr, params = internals.open_jaxpr(eqn.params["jaxpr"]), eqn.params
-  operands = dict(zip(jaxpr.invars, eqn.invars))
-  layouts = params.get("out_layouts") or [None] * len(eqn.outvars)
-  return {v: operands[x] for v, x, sharding, layout in zip(
-      eqn.outvars, jaxpr.outvars, params["out_shardings"], layouts)
-          if isinstance(x, core.Var) and x in operands and layout is None and
-          isinstance(sharding, sharding_impls.UnspecifiedValue)}
+  name, params = eqn.primitive.name, eqn.params
+  if name in ("jit", "pjit"):
+    jaxpr = internals.open_jaxpr(params["jaxpr"])
+    operands = dict(zip(jaxpr.invars, eqn.invars))
+    layouts = params.get("out_layouts") or [None] * len(eqn.outvars)
+    return {v: operands[x] for v, x, sharding, layout in zip(
+        eqn.outvars, jaxpr.outvars, params["out_shardings"], layouts)
+            if isinstance(x, core.Var) and x in operands and layout is None and
+            isinstance(sharding, sharding_impls.UnspecifiedValue)}
+  if name == "scan":
+    # What a branch saves for its derivative may be what is scanned over.
+    consts, carry = internals.loop_arity(eqn)
+    jaxpr = internals.open_jaxpr(params["jaxpr"])
+    operands = dict(zip(jaxpr.invars[consts + carry:],
+                        eqn.invars[consts + carry:]))
+    return {v: operands[x] for v, x in zip(
+        eqn.outvars[carry:], jaxpr.outvars[carry:])
+            if isinstance(x, core.Var) and x in operands and
+            v.aval == operands[x].aval}
+  return {}
 
 
 def no_branch(branches_platforms, missing: Sequence[str], source_info) -> str:

@@ -77,8 +77,7 @@ def num_ops(f, *args, platforms=("cpu",)):
 class OperationsTest(tu.JcpTestCase):
 
   @parameterized.product(
-      transformation=[t for t in TRANSFORMATIONS if t != "gradient_of_scan"],
-      num_branches=[1, 4])
+      transformation=list(TRANSFORMATIONS), num_branches=[1, 4])
   def test_one_platform(self, transformation, num_branches):
     """A module has the operations that it has without conditionals."""
     transform = TRANSFORMATIONS[transformation]
