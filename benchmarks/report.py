@@ -5,8 +5,10 @@
 The results are those of `pytest --benchmark-json`, of several releases of JAX.
 """
 import collections
+import itertools
 import json
 import pathlib
+import re
 import sys
 
 import matplotlib
@@ -14,7 +16,9 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/pages/costs.md"
-BEGIN, END = "<!-- Made by benchmarks/report.py. -->", "<!-- End. -->"
+# What is made stands between these, in the order of `tables`.
+MADE = re.compile(
+    "(?<=<!-- Made by benchmarks/report.py. -->\n).*?(?=<!-- End. -->)", re.S)
 
 
 def read(paths):
@@ -43,8 +47,8 @@ _PHASES = ("trace", "lower", "operations", "bytes", "compile", "first call",
 
 def table(measured):
   """One row for each program and phase, the releases side by side."""
-  releases = list(dict.fromkeys(
-      info["jax"] for _, info in measured if "phase" in info))
+  measured = [result for result in measured if "phase" in result[1]]
+  releases = list(dict.fromkeys(info["jax"] for _, info in measured))
   releases.sort(key=lambda release: [int(n) for n in release.split(".")])
   cells = collections.defaultdict(dict)
   for seconds, info in sites(measured):
@@ -68,13 +72,21 @@ def table(measured):
       *cell[0][:-1], _PHASES.index(cell[0][-1]))):
     lines.append("| " + " | ".join(map(str, row)) + " | " + " | ".join(
         by_release.get(release, "-") for release in releases) + " |")
-  for info in (info for _, info in measured if "activation" in info):
-    lines.append(f"\nJAX {info['jax']}: `activate` takes "
-                 f"{info['activation'] * 1000:.0f} ms.")
-  for info in (info for _, info in measured if "added" in info):
-    lines.append(f"\nJAX {info['jax']}: `import jax_cond_patch` adds "
-                 f"{info['added'] * 1000:.0f} ms to `import jax`.")
   return "\n".join(lines)
+
+
+def tables(measured):
+  """The programs of 60 sites, times that are not ratios, and the others."""
+  def has_60_sites(result):
+    return result[1].get("sites") == 60
+  times = [
+      f"- JAX {info['jax']}: {text.format(info[name] * 1000)}"
+      for name, text in (
+          ("added", "`import jax_cond_patch` adds {:.0f} ms to `import jax`."),
+          ("activation", "`activate` takes {:.1f} ms."))
+      for _, info in measured if name in info]
+  return (table(filter(has_60_sites, measured)), "\n".join(sorted(times)),
+          table(itertools.filterfalse(has_60_sites, measured)))
 
 
 def plot(measured, path):
@@ -111,9 +123,9 @@ def main():
   measured = read(sys.argv[1:])
   plt.rcParams["svg.hashsalt"] = "jax_cond_patch"
   plot(measured, PAGE.with_suffix(".svg"))
-  page = PAGE.read_text()
-  start, end = page.index(BEGIN) + len(BEGIN), page.index(END)
-  PAGE.write_text(f"{page[:start]}\n\n{table(measured)}\n\n{page[end:]}")
+  made = iter(tables(measured))
+  PAGE.write_text(
+      MADE.sub(lambda _: f"\n{next(made)}\n\n", PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -193,7 +193,9 @@ _FEATURES = dict(
         jax.__version_info__ >= (0, 5, 3),
         "Up to JAX 0.5.2 there is one way to linearize a shard_map."),
     high_types=(
-        _has("jax._src.hijax", "new_box"), "This JAX has no `new_box`."),
+        _has("jax._src.hijax", "new_box") and
+        jax.__version_info__ >= (0, 7, 2),
+        "This JAX has no `new_box`, or, 0.7.1, none in a conditional."),
     optional_varying_axes=(
         hasattr(config, "varying_axes_in_types"),
         "Only JAX 0.5.3 and 0.6.0 have a flag for the axes that values "
