@@ -97,6 +97,10 @@ _FEATURES = dict(
     vmap_of_checked_psum=(
         not (0, 8, 1) <= jax.__version_info__ < (0, 9, 0),
         "JAX 0.8.1 to 0.8.3 has no vmap of a psum in a checked shard_map."),
+    checked_derivative_of_closed_call=(
+        not (0, 8, 0) <= jax.__version_info__ < (0, 8, 2),
+        "In JAX 0.8.0 and 0.8.1 its own checks refuse the derivative of any "
+        "closed call."),
     serialization=(
         hasattr(_export, "deserialize"),
         "Exported functions are not serialized up to JAX 0.4.23."),

@@ -349,7 +349,8 @@ REQUIRED = dict(
     refs=["refs"], refs_in_scan=["refs"], key_reuse=["key_reuse"],
     fusible=["fusible"], shard_map_checked=["checked_shard_map"],
     shard_map_checked_grad=["checked_shard_map"],
-    shard_map_checked_vmap=["checked_shard_map", "vmap_of_checked_psum"])
+    shard_map_checked_vmap=["checked_shard_map", "vmap_of_checked_psum"],
+    closed_call_grad=["checked_derivative_of_closed_call"])
 
 # They linearize, for which JAX has two ways from 0.5.3 on.
 LINEARIZING = (
