@@ -94,20 +94,19 @@ def test_cost(
   args = arguments(sites)
   times = dict(direct=[], unpatched=[])
 
-  def warm_up():
-    # A switch clears JAX's caches, and its own functions are not measured. Of
-    # another size, so that nothing that is measured has been done before.
-    for f in (branchy, direct):
-      prepare(phase, f, arguments(1, size=8))()
+  def prepared(switch, f):
+    # JAX's own functions are not measured, and each program finds its caches
+    # alike. Of another size, so that nothing that is measured has been done.
+    switch()
+    jax.clear_caches()
+    for g in (branchy, direct):
+      prepare(phase, g, arguments(1, size=8))()
+    return prepare(phase, f, args)
 
   def setup():
-    jax_cond_patch.deactivate()
-    warm_up()
-    times["direct"].append(seconds(prepare(phase, direct, args)))
-    times["unpatched"].append(seconds(prepare(phase, branchy, args)))
-    jax_cond_patch.activate()
-    warm_up()
-    return (prepare(phase, branchy, args),), {}
+    for name, f in (("direct", direct), ("unpatched", branchy)):
+      times[name].append(seconds(prepared(jax_cond_patch.deactivate, f)))
+    return (prepared(jax_cond_patch.activate, branchy),), {}
 
   benchmark.pedantic(lambda run: run(), setup=setup, rounds=rounds)
   benchmark.extra_info.update(

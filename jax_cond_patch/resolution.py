@@ -229,7 +229,7 @@ class _Resolver:
       What its outputs are here.
     """
     renamed = (_renaming(env) if caller is None else
-               _renaming_in(caller, env, self.unused))
+               _renaming_in(caller, env, self.used, self.new_var))
     looked_at = _LOOKED_AT[self.scope]
     for eqn in jaxpr.eqns:
       here = renamed(eqn)
@@ -239,18 +239,6 @@ class _Resolver:
         env.update((v, outs[w]) for v, w in zip(eqn.outvars, here.outvars)
                    if w in outs)
     return _read(env, jaxpr.outvars)
-
-  def unused(self, var: core.Var) -> core.Var:
-    """Returns a variable, or another one if it is used here already.
-
-    A branch may be inlined twice, and share variables with other jaxprs.
-    """
-    if isinstance(var, core.DropVar):
-      return var
-    if var in self.used:
-      return self.new_var(var.aval)
-    self.used.add(var)
-    return var
 
   def eqn(self, eqn: core.JaxprEqn) -> dict[core.Var, core.Atom]:
     """Emits one equation, and returns which of its outputs are other atoms."""
@@ -498,33 +486,40 @@ def _renaming(env: dict[core.Var, core.Atom]) -> Callable:
 
 
 def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
-                 unused: Callable) -> Callable:
+                 used: set[core.Var], new_var: Callable) -> Callable:
   """As `_renaming`, of a branch of a conditional: also its place and context.
+
+  A branch may be inlined twice, and share variables with other jaxprs: what is
+  in `used` already gets another variable.
   """
   name_stack = caller.source_info.name_stack
   compute_type = internals.compute_type(caller)
-
-  def define(v):
-    here = unused(v)
-    if here is not v:
-      env[v] = here
-    return here
+  var_type, drop_var_type = core.Var, core.DropVar  # It is to be fast.
 
   def renamed(eqn):
+    invars = [env.get(x, x) if isinstance(x, var_type) else x
+              for x in eqn.invars]
+    effects = eqn.effects
+    if effects:
+      effects = internals.rename_input_effects(effects, env)
+    outvars = []
+    for v in eqn.outvars:
+      if v not in env:
+        if v in used:
+          env[v] = new_var(v.aval)
+        elif not isinstance(v, drop_var_type):
+          used.add(v)
+      outvars.append(env.get(v, v))
     source_info = eqn.source_info
     if name_stack.stack:
       inner = source_info.name_stack
       source_info = source_info.replace(
           name_stack=name_stack + inner if inner.stack else name_stack)
-    here = eqn.replace(
-        invars=_read(env, eqn.invars),
-        outvars=[env[v] if v in env else define(v) for v in eqn.outvars],
-        effects=(internals.rename_input_effects(eqn.effects, env)
-                 if eqn.effects else eqn.effects),
-        source_info=source_info)
+    context = {}
     if compute_type and not internals.compute_type(eqn):
-      here = here.replace(ctx=caller.ctx)
-    return here
+      context = dict(ctx=caller.ctx)
+    return eqn.replace(invars=invars, outvars=outvars, effects=effects,
+                       source_info=source_info, **context)
 
   return renamed
 
