@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 PAGE = pathlib.Path(__file__).parents[1] / "docs/pages/costs.md"
 # What is made stands between these, in the order of `tables`.
 MADE = re.compile(
-    "(?<=<!-- Made by benchmarks/report.py. -->\n).*?(?=<!-- End. -->)", re.S)
+    "(<!-- Made by benchmarks/report.py. -->\n).*?(<!-- End. -->)", re.S)
 
 
 def read(paths):
@@ -125,7 +125,8 @@ def main():
   plot(measured, PAGE.with_suffix(".svg"))
   made = iter(tables(measured))
   PAGE.write_text(
-      MADE.sub(lambda _: f"\n{next(made)}\n\n", PAGE.read_text()))
+      MADE.sub(lambda block: f"{block[1]}\n{next(made)}\n\n{block[2]}",
+               PAGE.read_text()))
 
 
 if __name__ == "__main__":
