@@ -494,20 +494,16 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
   """
   name_stack = caller.source_info.name_stack
   compute_type = internals.compute_type(caller)
-  var_type, drop_var_type = core.Var, core.DropVar  # It is to be fast.
 
   def renamed(eqn):
-    invars = [env.get(x, x) if isinstance(x, var_type) else x
-              for x in eqn.invars]
-    effects = eqn.effects
-    if effects:
-      effects = internals.rename_input_effects(effects, env)
+    invars = _read(env, eqn.invars)
+    effects = internals.rename_input_effects(eqn.effects, env)
     outvars = []
     for v in eqn.outvars:
       if v not in env:
         if v in used:
           env[v] = new_var(v.aval)
-        elif not isinstance(v, drop_var_type):
+        elif not isinstance(v, core.DropVar):
           used.add(v)
       outvars.append(env.get(v, v))
     source_info = eqn.source_info
@@ -515,11 +511,11 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
       inner = source_info.name_stack
       source_info = source_info.replace(
           name_stack=name_stack + inner if inner.stack else name_stack)
-    context = {}
+    here = eqn.replace(invars=invars, outvars=outvars, effects=effects,
+                       source_info=source_info)
     if compute_type and not internals.compute_type(eqn):
-      context = dict(ctx=caller.ctx)
-    return eqn.replace(invars=invars, outvars=outvars, effects=effects,
-                       source_info=source_info, **context)
+      here = here.replace(ctx=caller.ctx)
+    return here
 
   return renamed
 
