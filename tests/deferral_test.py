@@ -15,6 +15,8 @@ from jax._src import config
 from jax._src import core
 from jax._src import test_util as jtu
 from jax._src.interpreters import ad as ad_internals
+from jax._src.interpreters import partial_eval as pe
+from jax._src.lax.control_flow import loops
 from jax._src.state import discharge
 from jax._src.state import types as state_types
 from jax.experimental import checkify
@@ -138,6 +140,11 @@ if internals.cond_p not in getattr(ad_internals, "primitive_linearizations",
   # A rule that linearizes a branch by itself refuses what JAX makes of a kernel
   # at the end.
   BETTER_THAN_ALONE |= {("fused", "linearize"), ("fused", "linearize_jit")}
+if loops.while_p in pe.dce_rules:
+  # What is dead in a loop is dropped, since JAX 0.12, before its derivative is
+  # asked for.
+  BETTER_THAN_ALONE |= {("while_loop", "hessian"),
+                        ("while_loop", "vmap_hessian")}
 
 TRANSFORMATIONS = frozenset([
     "forward-mode differentiation (jvp)",
