@@ -708,8 +708,11 @@ def _set_pin(platforms: tuple[str, ...] | None) -> None:
 def _clear_caches() -> None:
   from jax_cond_patch import sharing
   from jax_cond_patch.compat import internals
-  internals.clear_caches()
-  sharing.forget()
+  # Another thread has crashed collecting garbage while JAX dropped its caches
+  # (JAX 0.4.21).
+  with _without_garbage_collection():
+    internals.clear_caches()
+    sharing.forget()
 
 
 # What other threads do in JAX is waited for, but not for ever: one may be in a
@@ -745,6 +748,9 @@ def _calls_of_jax() -> dict[int, types.FrameType]:
   calls: dict[int, types.FrameType] = {}
   if not getattr(sys, "_is_gil_enabled", lambda: True)():
     return calls
+  # Each frame gets an object when it is read. If this object's memory made
+  # Python collect garbage, what that runs could let the thread return from the
+  # frame, and the object would be of a frame that is gone.
   with _without_garbage_collection():
     for thread, frame in sys._current_frames().items():
       here: types.FrameType | None = frame
@@ -757,12 +763,7 @@ def _calls_of_jax() -> dict[int, types.FrameType]:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-  """For what reads the frames of other threads.
-
-  Each gets an object when it is read. If this object's memory made Python
-  collect garbage, what that runs could let the thread return from the frame,
-  and the object would be of a frame that is gone.
-  """
+  """A context in which no thread begins to collect garbage by itself."""
   enabled = gc.isenabled()
   gc.disable()
   try:

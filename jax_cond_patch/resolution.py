@@ -231,10 +231,11 @@ class _Resolver:
     renamed = (_renaming(env) if caller is None else
                _renaming_in(caller, env, self.used, self.new_var))
     looked_at = _LOOKED_AT[self.scope]
+    emit = self.eqns.append
     for eqn in jaxpr.eqns:
       here = renamed(eqn)
       if looked_at is not None and eqn.primitive.name not in looked_at:
-        self.eqns.append(here)
+        emit(here)
       elif outs := self.eqn(here):
         env.update((v, outs[w]) for v, w in zip(eqn.outvars, here.outvars)
                    if w in outs)
@@ -466,7 +467,8 @@ def _index_literal(branch: int, aval: core.ShapedArray) -> core.Literal:
 
 def _read(env: dict[core.Var, core.Atom], atoms: Sequence[core.Atom]
           ) -> list[core.Atom]:
-  return [env.get(x, x) if isinstance(x, core.Var) else x for x in atoms]
+  # A literal may not be hashable.
+  return [x if isinstance(x, core.Literal) else env.get(x, x) for x in atoms]
 
 
 def _renaming(env: dict[core.Var, core.Atom]) -> Callable:
@@ -495,24 +497,28 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
   name_stack = caller.source_info.name_stack
   compute_type = internals.compute_type(caller)
 
+  def bound(v):
+    if v in env:
+      return env[v]
+    if v in used:
+      env[v] = new_var(v.aval)
+      return env[v]
+    if not isinstance(v, core.DropVar):
+      used.add(v)
+    return v
+
   def renamed(eqn):
-    invars = _read(env, eqn.invars)
-    effects = internals.rename_input_effects(eqn.effects, env)
-    outvars = []
-    for v in eqn.outvars:
-      if v not in env:
-        if v in used:
-          env[v] = new_var(v.aval)
-        elif not isinstance(v, core.DropVar):
-          used.add(v)
-      outvars.append(env.get(v, v))
     source_info = eqn.source_info
     if name_stack.stack:
       inner = source_info.name_stack
       source_info = source_info.replace(
           name_stack=name_stack + inner if inner.stack else name_stack)
-    here = eqn.replace(invars=invars, outvars=outvars, effects=effects,
-                       source_info=source_info)
+    here = eqn.replace(
+        invars=_read(env, eqn.invars), outvars=[*map(bound, eqn.outvars)],
+        source_info=source_info)
+    if here.effects:
+      here = here.replace(
+          effects=internals.rename_input_effects(here.effects, env))
     if compute_type and not internals.compute_type(eqn):
       here = here.replace(ctx=caller.ctx)
     return here
