@@ -158,6 +158,36 @@ class ThreadsTest(tu.JcpTestCase):
         np.testing.assert_allclose(
             tu.run_as(each, "tpu", X), -np.sin(X), rtol=1e-5)
 
+  def test_switching_while_others_make_jitted_functions(self):
+    """In a process of its own, which JAX 0.4.34 to 0.4.38 could crash."""
+    result = tu.run_python("""
+        import threading
+        import time
+        import jax
+        import jax_cond_patch
+
+        def make():
+          return [jax.jit(lambda x, i=i: x + i) for i in range(20)]
+
+        def work():
+          while not done.is_set():
+            make()
+            time.sleep(.01)
+
+        done = threading.Event()
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+          thread.start()
+        try:
+          for _ in range(3):
+            for switch in jax_cond_patch.deactivate, jax_cond_patch.activate:
+              assert [f(1.) for f in make()] == list(range(1, 21))
+              switch()
+        finally:
+          done.set()
+        """, PYTHONPATH=tu.python_path(), JAX_PLATFORMS="cpu")
+    self.assertEqual(result.returncode, 0, result.stderr)
+
   def test_fork_and_spawn(self):
     """Neither is half patched, also if the package is switched meanwhile."""
     result = tu.run_python("""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import inspect
 import pathlib
@@ -30,6 +31,7 @@ from jax._src.interpreters import mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import common
 from jax._src.lax.control_flow import conditionals
+from jax._src.lib import version as jaxlib_version
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import hlo
 from jax._src.state import discharge
@@ -509,16 +511,41 @@ def trace_context():
   return config.config._trace_context()
 
 
+class _JittedFunctions:
+  """Stands for `PjitFunctionCache` where `clear_all` may crash.
+
+  From jaxlib 0.4.34 to 0.4.38 it does if another thread is making a jitted
+  function: it takes those that are only half made.
+  """
+
+  @staticmethod
+  def clear_all() -> None:
+    jitted_function_type = type(jax.jit(lambda: None))
+    for x in gc.get_referrers(jitted_function_type):
+      # JAX sets this attribute when one is made.
+      if type(x) is jitted_function_type and hasattr(x, "__wrapped__"):
+        x._clear_cache()
+
+
+def _clear_jax_caches() -> Callable[[], None]:
+  if not (0, 4, 34) <= jaxlib_version < (0, 5):
+    return jax.clear_caches
+  extension = types.SimpleNamespace(PjitFunctionCache=_JittedFunctions)
+  return with_globals(
+      jax.clear_caches, xc=types.SimpleNamespace(_xla=extension))
+
+
 def clear_caches() -> None:
   """Forgets all that JAX has traced, lowered and compiled."""
+  clear_jax_caches = _clear_jax_caches()
   for _ in range(100):
     try:
-      jax.clear_caches()
+      clear_jax_caches()
       break
     except RuntimeError:  # Another thread has made a cache in the meantime.
       continue
   else:
-    jax.clear_caches()
+    clear_jax_caches()
   # It does not know this cache of the branches of conditionals up to 0.4.29:
   # https://github.com/jax-ml/jax/commit/6c34a56b87
   branches: Any = getattr(
