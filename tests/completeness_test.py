@@ -254,6 +254,19 @@ class CompletenessTest(tu.JcpTestCase):
       self.assertIn(("jax._src.new.rules", "cond_p"),
                     [(name, primitive) for name, _, primitive in tables()])
 
+  def test_undone_after_all_else_is_imported(self):
+    """None of JAX's modules puts anything over a replacement."""
+    result = tu.run_python(f"""
+        import contextlib
+        import importlib
+        import jax_cond_patch
+        for module in {MODULES}:
+          with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+        jax_cond_patch.deactivate()
+        """, PYTHONPATH=tu.python_path())
+    self.assertEqual(result.returncode, 0, result.stderr)
+
   def test_what_takes_any_params(self):
     """Since it is listed as safe for that reason."""
     rules = [(name, table[PRIMITIVES[primitive]])

@@ -335,7 +335,7 @@ def import_wrappers() -> None:
   # https://github.com/jax-ml/jax/commit/d08e9a03d8 (JAX 0.4.26) to
   # https://github.com/jax-ml/jax/commit/dc2d8c13d0 (JAX 0.4.27).
   if jax.__version_info__ == (0, 4, 26):
-    importlib.import_module("jax.experimental.key_reuse")
+    importlib.import_module("jax.experimental.key_reuse._core")
 
 
 def has_graph_conversion() -> bool:
