@@ -546,9 +546,8 @@ class DeferralTest(tu.JcpTestCase):
     with self.assertRaisesRegex(NotImplementedError, "no_discharge"):
       tu.lower(f, X, platforms=("tpu",))
 
+  @tu.requires("remat_by_tracing")
   def test_remat_by_tracing(self):
-    if not internals.remat_rules():
-      return
     no_remat_p = tu.doubling_primitive("no_remat")
     ad.deflinear2(no_remat_p, lambda ct, x: [2 * ct])
     def rule(*_, **__):

@@ -157,6 +157,10 @@ _FEATURES = dict(
         jax.__version_info__ >= (0, 10, 1),
         "Only JAX 0.10.1 to 0.11.0 have a second `compute_on` that changes the "
         "platform."),
+    remat_by_tracing=(
+        hasattr(config, "remat3"),
+        "Up to JAX 0.10.1 nothing in JAX chooses remat by tracing, which is "
+        "not finished."),
     refs=(
         jax.__version_info__ >= (0, 5, 0),
         "Up to JAX 0.4.38 no `scan` takes a reference that run_state did not "
