@@ -528,7 +528,8 @@ class _JittedFunctions:
 
 
 def _clear_jax_caches() -> Callable[[], None]:
-  if not (0, 4, 34) <= jaxlib_version < (0, 5):
+  is_alone = len(sys._current_frames()) == 1
+  if is_alone or not (0, 4, 34) <= jaxlib_version < (0, 5):
     return jax.clear_caches
   extension = types.SimpleNamespace(PjitFunctionCache=_JittedFunctions)
   return with_globals(
