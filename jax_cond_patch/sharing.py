@@ -22,8 +22,11 @@ class _NotShared(Exception):
 
 
 class _First:
-  """The first jaxpr of a structure."""
-  jaxpr = None
+  """The first jaxpr of a structure, and what stands for it in other ones."""
+
+  def __init__(self):
+    self.jaxpr = None
+    self.token = object()
 
 
 @internals.cache(max_size=512)
@@ -39,18 +42,23 @@ def shared(jaxpr):
   also their equations come from the same lines, called from the same lines. One
   that holds arrays or closures is not shared, for it would be kept alive.
   """
-  return _shared(jaxpr) or jaxpr
+  other, _ = _other_and_token(jaxpr)
+  return other or jaxpr
 
 
-@internals.weakref_lru_cache
-def _shared(jaxpr):
-  # None, since the cache must not hold on to its own key.
+@internals.weakref_lru_cache_of_all_contexts
+def _other_and_token(jaxpr):
+  """The first jaxpr that is equal, if it is another one, and its token.
+
+  The cache must not hold on to its own key. The token is None if the jaxpr is
+  not shared.
+  """
   try:
     first = _first_of(_structure(jaxpr))
   except (_NotShared, TypeError):  # Something in it may not be hashable.
-    return None
+    return None, None
   first.jaxpr = first.jaxpr or jaxpr
-  return None if first.jaxpr is jaxpr else first.jaxpr
+  return None if first.jaxpr is jaxpr else first.jaxpr, first.token
 
 
 def _structure(jaxpr) -> Hashable:
@@ -117,7 +125,11 @@ def _param(x) -> Hashable:
   if isinstance(x, (tuple, list)):
     return type(x), *map(_param, x)
   if internals.is_jaxpr(x):
-    return _structure(shared(x))
+    # Not its structure, which would be made anew for each jaxpr around it.
+    _, token = _other_and_token(x)
+    if token is None:
+      raise _NotShared
+    return token
   # A mesh decorates functions.
   if callable(x) and not isinstance(x, (type, jax.sharding.Mesh)):
     raise _NotShared

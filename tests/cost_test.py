@@ -2,6 +2,8 @@
 
 What they take in seconds is measured in `benchmarks/`.
 """
+from unittest import mock
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_cond_patch
+from jax_cond_patch import sharing
 import jcp_test_util as tu
 
 config.parse_flags_with_absl()
@@ -245,6 +248,23 @@ class SharingTest(tu.JcpTestCase):
       return len(calls)
     self.assertGreater(num_calls(1), 0)
     self.assertEqual(num_calls(5), num_calls(1))
+
+  def test_branches_are_compared_once(self):
+    """Also those of branches in branches."""
+    def nested(depth, x):
+      if not depth:
+        return x * 2
+      return lax.platform_dependent(
+          x, cpu=lambda x: nested(depth - 1, x) * jnp.sin(x),
+          default=lambda x: x)
+    def num_compared(depth):
+      jax.clear_caches()
+      with mock.patch.object(
+          sharing, "_structure", side_effect=sharing._structure) as compared:
+        jax.make_jaxpr(jax.grad(lambda x: nested(depth, x).sum()))(X)
+      return compared.call_count
+    self.assertGreater(num_compared(5), 0)
+    self.assertLess(num_compared(10), 3 * num_compared(5))
 
   def test_name_scopes(self):
     """Equations of a shared branch have the name of each place."""

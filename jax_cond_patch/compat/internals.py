@@ -499,6 +499,19 @@ def weakref_lru_cache(fun: Callable) -> Callable:
   return util.weakref_lru_cache(fun)
 
 
+def weakref_lru_cache_of_all_contexts(fun: Callable) -> Callable:
+  """For a result that does not depend on JAX's settings.
+
+  From JAX 0.4.36 to 0.5.2 these differ with each trace in a trace. That a cache
+  can do without them is older: https://github.com/jax-ml/jax/commit/55589fbf41
+  (JAX 0.4.31).
+  """
+  if "trace_context_in_key" in inspect.signature(
+      util.weakref_lru_cache).parameters:
+    return util.weakref_lru_cache(fun, trace_context_in_key=False)
+  return util.weakref_lru_cache(fun)
+
+
 def cache(max_size: int) -> Callable:
   return util.cache(max_size)
 
