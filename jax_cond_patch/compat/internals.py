@@ -598,11 +598,11 @@ def lower_for(fun: Callable, args: Sequence, platform: str) -> None:
   https://github.com/jax-ml/jax/commit/6ba16e0348
   """
   jitted = jax.jit(fun)
-  if hasattr(jitted, "trace"):
-    jitted.trace(*args).lower(lowering_platforms=(platform,))
-  else:
+  if hasattr(mlir.LoweringParameters, "platforms"):
     jitted.lower(*args, _experimental_lowering_parameters=(
         mlir.LoweringParameters(platforms=(platform,))))
+  else:
+    jitted.trace(*args).lower(lowering_platforms=(platform,))
 
 
 def has_lowering_rule(primitive: core.Primitive, platform: str) -> bool:
