@@ -93,6 +93,7 @@ class TableTest(tu.JcpTestCase):
   def test_ci(self):
     script = (ROOT / ".ci/run").read_text()
     code, = re.findall(r"-c '\n(import runpy.*?)'\n", script, re.S)
+    code = f"import os; os.chdir({str(ROOT)!r})\n{code}"
     result = tu.run_python(code, PYTHONSAFEPATH="")
     self.assertEqual(result.stdout.split(),
                      [r.jax for r in releases.RELEASES if r.ci], result.stderr)
