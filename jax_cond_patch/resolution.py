@@ -231,11 +231,10 @@ class _Resolver:
     renamed = (_renaming(env) if caller is None else
                _renaming_in(caller, env, self.used, self.new_var))
     looked_at = _LOOKED_AT[self.scope]
-    emit = self.eqns.append
     for eqn in jaxpr.eqns:
       here = renamed(eqn)
       if looked_at is not None and eqn.primitive.name not in looked_at:
-        emit(here)
+        self.eqns.append(here)
       elif outs := self.eqn(here):
         env.update((v, outs[w]) for v, w in zip(eqn.outvars, here.outvars)
                    if w in outs)
@@ -515,10 +514,8 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
           name_stack=name_stack + inner if inner.stack else name_stack)
     here = eqn.replace(
         invars=_read(env, eqn.invars), outvars=[*map(bound, eqn.outvars)],
+        effects=internals.rename_input_effects(eqn.effects, env),
         source_info=source_info)
-    if here.effects:
-      here = here.replace(
-          effects=internals.rename_input_effects(here.effects, env))
     if compute_type and not internals.compute_type(eqn):
       here = here.replace(ctx=caller.ctx)
     return here

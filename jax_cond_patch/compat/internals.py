@@ -509,7 +509,7 @@ def weakref_lru_cache_of_all_contexts(fun: Callable) -> Callable:
   if "trace_context_in_key" in inspect.signature(
       util.weakref_lru_cache).parameters:
     return util.weakref_lru_cache(fun, trace_context_in_key=False)
-  return util.weakref_lru_cache(fun)
+  return weakref_lru_cache(fun)
 
 
 def cache(max_size: int) -> Callable:
@@ -540,26 +540,25 @@ class _JittedFunctions:
         x._clear_cache()
 
 
-def _clear_jax_caches() -> Callable[[], None]:
-  is_alone = len(sys._current_frames()) == 1
-  if is_alone or not (0, 4, 34) <= jaxlib_version < (0, 5):
-    return jax.clear_caches
-  extension = types.SimpleNamespace(PjitFunctionCache=_JittedFunctions)
-  return with_globals(
-      jax.clear_caches, xc=types.SimpleNamespace(_xla=extension))
+def _clear_jax_caches() -> None:
+  clear = jax.clear_caches
+  if ((0, 4, 34) <= jaxlib_version < (0, 5) and
+      len(sys._current_frames()) > 1):  # there are other threads
+    extension = types.SimpleNamespace(PjitFunctionCache=_JittedFunctions)
+    clear = with_globals(clear, xc=types.SimpleNamespace(_xla=extension))
+  clear()
 
 
 def clear_caches() -> None:
   """Forgets all that JAX has traced, lowered and compiled."""
-  clear_jax_caches = _clear_jax_caches()
   for _ in range(100):
     try:
-      clear_jax_caches()
+      _clear_jax_caches()
       break
     except RuntimeError:  # Another thread has made a cache in the meantime.
       continue
   else:
-    clear_jax_caches()
+    _clear_jax_caches()
   # It does not know this cache of the branches of conditionals up to 0.4.29:
   # https://github.com/jax-ml/jax/commit/6c34a56b87
   branches: Any = getattr(
