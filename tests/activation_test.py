@@ -73,6 +73,9 @@ class FreshInterpreterTest(tu.JcpTestCase):
         if {when!r} == "before":
           from jax._src import checkify
           from jax.experimental import shard_map
+        if jax.__version__ == "0.4.26":
+          # The package imports it, see `internals.import_wrappers`.
+          from jax.experimental.key_reuse import _core
         before = set(sys.modules)
         import jax_cond_patch
         from jax_cond_patch import activation
