@@ -358,7 +358,10 @@ def context_key(eqn: core.JaxprEqn):
   if ctx is None or hasattr(type(ctx), "_create"):
     return ctx
   names = getattr(ctx, "__slots__", None) or vars(ctx)
-  return tuple(getattr(ctx, name) for name in names if name[0] != "_")
+  # JAX 0.10.1 keeps what is in the others as `configs`, too:
+  # https://github.com/jax-ml/jax/commit/46f75a2a31.
+  return tuple(getattr(ctx, name) for name in names
+               if name[0] != "_" and name != "configs")
 
 
 def compute_type(eqn: core.JaxprEqn) -> str | None:
