@@ -351,8 +351,10 @@ def has_graph_conversion() -> bool:
 def context_key(eqn: core.JaxprEqn):
   """What equations made in equal contexts have in common.
 
-  Up to JAX 0.10.1 equal contexts are several objects, and differ for `==`:
-  https://github.com/jax-ml/jax/commit/5d6e541c93.
+  Up to JAX 0.10.1 equal contexts are several objects:
+  https://github.com/jax-ml/jax/commit/5d6e541c93. Up to 0.6.2 they differ for
+  `==`: https://github.com/jax-ml/jax/commit/406fb6d527. That of later ones is
+  not used, as values of their metadata are to be told apart by type, too.
   """
   ctx = getattr(eqn, "ctx", None)
   if ctx is None or hasattr(type(ctx), "_create"):
