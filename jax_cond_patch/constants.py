@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import math
 from typing import Any
+import weakref
 
 import jax
 from jax._src import core
@@ -238,8 +239,10 @@ class Values:
   def _inside(self, eqn: core.JaxprEqn, jaxpr, inputs: Sequence) -> Values:
     key = (id(eqn), id(jaxpr))
     if key not in self._called:
+      # These have what is inside: a cycle would hold the program's arrays.
+      outside = weakref.proxy(self)
       self._called[key] = Values.of_jaxpr(
-          jaxpr, self._platform_of(eqn), lambda i: self(inputs[i]),
+          jaxpr, self._platform_of(eqn), lambda i: outside(inputs[i]),
           depth=self._depth)
     return self._called[key]
 

@@ -12,7 +12,7 @@ platform is a platform conditional.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 import enum
 import functools
 import itertools
@@ -178,6 +178,22 @@ def _resolve(jaxpr, platforms: tuple[Platform, ...], scope: Scope,
   return resolved if resolver.changed else None
 
 
+class _Emitted(list):
+  """The equations of a jaxpr that is being made."""
+
+  def __init__(self):
+    super().__init__()
+    self._definitions: dict[core.Var, core.JaxprEqn] = {}
+    self._num_defined = 0
+
+  def definition_of(self, var: core.Var) -> core.JaxprEqn | None:
+    """The equation that defines a variable here; few programs ask for one."""
+    for eqn in self[self._num_defined:]:
+      self._definitions.update(dict.fromkeys(eqn.outvars, eqn))
+    self._num_defined = len(self)
+    return self._definitions.get(var)
+
+
 class _Resolver:
   """Rewrites one jaxpr, and the branches that are inlined into it."""
 
@@ -185,36 +201,27 @@ class _Resolver:
                known: dict[int, tuple[constants.Value, ...]]):
     self.platforms = platforms
     self.scope = scope
-    self.eqns: list[core.JaxprEqn] = []
+    self.eqns = _Emitted()
     self.new_var = core.gensym()
     opened = internals.open_jaxpr(jaxpr)
     self.used: set[core.Var] = {
         *opened.constvars, *opened.invars,
         *itertools.chain(*(eqn.outvars for eqn in opened.eqns))}
-    self.definitions: dict[core.Var, core.JaxprEqn] = {}
-    self.num_defined = 0
     unknown = (None,) * len(platforms)
     def given(n: int):
       return lambda i: known.get(i, unknown)[n]
     self.values = {
         platform: constants.Values.of_jaxpr(
-            jaxpr, platform, given(n), self.definition_of)
+            jaxpr, platform, given(n), self.eqns.definition_of)
         for n, platform in enumerate(platforms)}
     self.changed = False
 
-  def definition_of(self, var: core.Var) -> core.JaxprEqn | None:
-    """The equation that defines a variable here; few programs ask for one."""
-    for eqn in self.eqns[self.num_defined:]:
-      self.definitions.update(dict.fromkeys(eqn.outvars, eqn))
-    self.num_defined = len(self.eqns)
-    return self.definitions.get(var)
-
   def jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
     outvars = self.inline(jaxpr, {})
-    if self.scope is Scope.KERNEL:
-      self.eqns = _without_newly_dead(self.eqns, outvars, jaxpr)
+    eqns = (_without_newly_dead(self.eqns, outvars, jaxpr)
+            if self.scope is Scope.KERNEL else list(self.eqns))
     return deferral.with_own_effects(jaxpr.replace(
-        eqns=self.eqns, outvars=outvars, debug_info=jaxpr.debug_info))
+        eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info))
 
   def inline(self, jaxpr: core.Jaxpr, env: dict[core.Var, core.Atom],
              caller: core.JaxprEqn | None = None) -> list[core.Atom]:
@@ -579,16 +586,18 @@ def _choices(eqn: core.JaxprEqn, platform: str) -> Hashable:
   if kernel_platform is None:
     return None
 
-  def owners(jaxpr):
-    for eqn in internals.open_jaxpr(jaxpr).eqns:
-      if is_platform_conditional(eqn):
-        yield platforms_lib.owner(
-            eqn.params[internals.PLATFORMS], kernel_platform)
-      for inner in core.jaxprs_in_params(eqn.params):
-        yield from owners(inner)
+  owners = itertools.chain(*(_owners(jaxpr, kernel_platform)
+                             for jaxpr in _jaxprs_of_kernel(eqn)))
+  return (internals.is_interpreted(eqn) or kernel_platform[0], *owners)
 
-  return (internals.is_interpreted(eqn) or kernel_platform[0],
-          *itertools.chain(*map(owners, _jaxprs_of_kernel(eqn))))
+
+def _owners(jaxpr, platform: Platform) -> Iterator[int | None]:
+  """The owner in each platform conditional in a jaxpr, at any depth."""
+  for eqn in internals.open_jaxpr(jaxpr).eqns:
+    if is_platform_conditional(eqn):
+      yield platforms_lib.owner(eqn.params[internals.PLATFORMS], platform)
+    for inner in core.jaxprs_in_params(eqn.params):
+      yield from _owners(inner, platform)
 
 
 def _resolve_kernel(eqn: core.JaxprEqn, platform: str) -> core.JaxprEqn:
@@ -668,17 +677,18 @@ def map_params(params: dict[str, Any], fun) -> dict[str, Any]:
   Returns:
     The new params; `params` itself if `fun` returned each jaxpr that it got.
   """
-  def mapped(param):
-    if isinstance(param, (tuple, list)):
-      values = [mapped(x) for x in param]
-      if all(map(operator.is_, values, param)):
-        return param
-      make = getattr(type(param), "_make", type(param))
-      return make(values)
-    return fun(param) if internals.is_jaxpr(param) else param
-
-  new = {name: mapped(param) for name, param in params.items()}
+  new = {name: _map_param(param, fun) for name, param in params.items()}
   return params if all(new[k] is v for k, v in params.items()) else new
+
+
+def _map_param(param, fun):
+  if isinstance(param, (tuple, list)):
+    values = [_map_param(x, fun) for x in param]
+    if all(map(operator.is_, values, param)):
+      return param
+    make = getattr(type(param), "_make", type(param))
+    return make(values)
+  return fun(param) if internals.is_jaxpr(param) else param
 
 
 def changed_effects(effects, old: Sequence, new: Sequence):

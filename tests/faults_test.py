@@ -200,6 +200,44 @@ class FaultsTest(JaxWorksTestCase):
         self.assertIsNone(ref())
       self.assertAllClose(compiled(X), np.sin(X))
 
+  @parameterized.named_parameters(
+      ("jit", lambda f: f),
+      ("scan", lambda f: lambda x: lax.scan(
+          lambda c, _: (f(c), None), x, None, length=2)[0]),
+      ("grad", lambda f: jax.grad(lambda x: f(x).sum())),
+      ("remat", lambda f: jax.grad(lambda x: jax.checkpoint(f)(x).sum())),
+      ("conditional", lambda f: lambda x: lax.cond(
+          lax.platform_dependent(cpu=lambda: True, default=lambda: False),
+          f, lambda x: x, x)),
+      ("conditional_in_jit", lambda f: lambda x: jax.jit(
+          lambda i: lax.cond(i, f, lambda x: x, x))(
+              lax.platform_dependent(cpu=lambda: True, default=lambda: False))),
+  )
+  @jtu.run_on_devices("cpu")
+  def test_nothing_waits_for_the_garbage_collector(self, transform):
+    """As in JAX, the arrays of a program are freed with it at once."""
+    def run():
+      scale = jax.device_put(X)
+      f = jax.jit(transform(lambda x: lax.platform_dependent(
+          x, cpu=lambda x: jnp.sin(x) * scale, cuda=lambda x: x - scale,
+          default=lambda x: jnp.cos(x) * scale)))
+      f(X).block_until_ready()
+      f.lower(X)
+      tu.export(f, platforms=("cpu", "cuda", "tpu"))(X)
+
+    run()  # What is imported late makes garbage.
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+      run()
+      gc.collect()
+      ours = [x for x in gc.garbage if "jax_cond_patch" in str(
+          getattr(x if callable(x) else type(x), "__module__", None))]
+    finally:
+      gc.set_debug(0)
+      gc.garbage.clear()
+    self.assertEmpty(ours)
+
   @jtu.run_on_devices("cpu")
   def test_memory_is_flat(self):
     """After activations, traces and deactivations nothing is left."""
