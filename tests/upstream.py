@@ -75,8 +75,8 @@ def outcomes(report: pathlib.Path) -> dict[str, str]:
   return found
 
 
-def start(test: pathlib.Path, report: pathlib.Path, runner: Iterable[str]
-          ) -> subprocess.Popen:
+def start(root: pathlib.Path, test: pathlib.Path, report: pathlib.Path,
+          runner: Iterable[str]) -> subprocess.Popen:
   """Starts pytest on a file of tests; its output is beside the report."""
   report.parent.mkdir(parents=True, exist_ok=True)
   report.unlink(missing_ok=True)
@@ -85,21 +85,32 @@ def start(test: pathlib.Path, report: pathlib.Path, runner: Iterable[str]
   with report.with_suffix(".log").open("w") as log:
     return subprocess.Popen(
         [sys.executable, *runner, "pytest", "-q", "--tb=short", "-p",
-         "no:cacheprovider", "-c", "/dev/null", f"--rootdir={test.parent}",
+         "no:cacheprovider", "-c", "/dev/null", f"--rootdir={root}",
          f"--junitxml={report}", str(test)],
         stdout=log, stderr=subprocess.STDOUT)
 
 
+# What tests import of JAX that is not in its wheel.
+_NOT_IN_WHEEL = "jax/_src/internal_test_util"
+
+_CONFTEST = """\
+import pathlib
+import jax._src
+jax._src.__path__.append(str(pathlib.Path(__file__).parent / "jax/_src"))
+"""
+
+
 def unpacked_tests(checkout: str, directory: pathlib.Path) -> pathlib.Path:
-  """Takes the tests of the installed JAX out of a checkout's history."""
+  """Takes JAX's tests of the installed release out of a checkout's history."""
   if not directory.exists():
     tag = f"jax-v{jax.__version__}"
     archive = subprocess.run(
-        ["git", "-C", checkout, "archive", tag, "tests"], check=True,
-        capture_output=True).stdout
+        ["git", "-C", checkout, "archive", tag, "tests", _NOT_IN_WHEEL],
+        check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
       tar.extractall(directory, filter="data")
-  return directory / "tests"
+    (directory / "conftest.py").write_text(_CONFTEST)
+  return directory
 
 
 def compare(file: str, without: dict[str, str], with_: dict[str, str]
@@ -138,12 +149,12 @@ def compare(file: str, without: dict[str, str], with_: dict[str, str]
 
 def main(checkout: str, files: Iterable[str], reports: pathlib.Path) -> bool:
   reports = reports.absolute() / jax.__version__
-  tests = unpacked_tests(checkout, reports / "tree")
+  root = unpacked_tests(checkout, reports / "tree")
   print(f"JAX {jax.__version__}")
   print(f"{'':34}{'without':>22}{'with':>22}{'known':>8}{'wrong':>8}")
   all_wrong = []
   for file in files:
-    test = tests / f"{file}.py"
+    test = root / "tests" / f"{file}.py"
     if not test.exists():
       continue
     name = f"{file.replace('/', '.')}.xml"
@@ -151,7 +162,7 @@ def main(checkout: str, files: Iterable[str], reports: pathlib.Path) -> bool:
     # This does not change with the package.
     if not (reports / "without" / name).exists():
       runs[reports / "without" / name] = ["-m"]
-    for process in [start(test, *report) for report in runs.items()]:
+    for process in [start(root, test, *report) for report in runs.items()]:
       process.wait()
     without, with_ = (outcomes(reports / way / name)
                       for way in ("without", "with"))
