@@ -68,14 +68,14 @@ class _WithPlatforms:
 
 
 class _Namespace:
-  """A module in which some names are other values."""
+  """A module or class in which some names are other values."""
 
-  def __init__(self, module: Any, **names):
+  def __init__(self, original: Any, **names):
     self.__dict__.update(names)
-    self._module = module
+    self._original = original
 
   def __getattr__(self, name):
-    return getattr(self._module, name)
+    return getattr(self._original, name)
 
 
 def cond_bind(original: Callable) -> Callable:
@@ -87,14 +87,11 @@ def cond_bind(original: Callable) -> Callable:
     if platforms is None:
       return original(*args, **params)
 
-    class AxisPrimitive:
-      """`core.AxisPrimitive`, whose `bind` is what JAX's ends in."""
-      def bind(primitive, *args, **params):  # noqa: N805
-        return core.AxisPrimitive.bind(
-            primitive, *args, platforms=platforms, **params)
-
+    # JAX's ends in the `bind` of this class.
+    axis_primitive = _Namespace(core.AxisPrimitive, bind=functools.partial(
+        core.AxisPrimitive.bind, platforms=platforms))
     return internals.with_globals(
-        original, core=_Namespace(core, AxisPrimitive=AxisPrimitive)
+        original, core=_Namespace(core, AxisPrimitive=axis_primitive)
     )(*args, **params)
 
   return bind
