@@ -98,7 +98,7 @@ def upstream(session, release):
   session.install("-e", ".[tests]", f"jax=={release.jax}", *release.pins,
                   "cloudpickle", "mpmath")
   # Most of the time is XLA's, which this is not about.
-  session.run("python", "tests/upstream.py", *session.posargs,
+  session.run("python", "tests/upstream.py", "run", *session.posargs,
               env=dict(JAX_SKIP_SLOW_TESTS="1", JAX_NUM_GENERATED_CASES="1",
                        JAX_DISABLE_MOST_OPTIMIZATIONS="1"))
 

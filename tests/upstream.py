@@ -3,6 +3,9 @@
 They are those of the tag of the JAX that is installed, from a checkout with the
 history of JAX. Where a test ends otherwise with the package, that must be in
 `DIFFERENCES`, and what is there must happen.
+
+python tests/upstream.py run CHECKOUT [FILES]
+python tests/upstream.py table docs/upstream.md
 """
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ import argparse
 import collections
 from collections.abc import Iterable
 import dataclasses
+from importlib import metadata
 import io
 import pathlib
-import re
 import subprocess
 import sys
 import tarfile
 from xml.etree import ElementTree
 
-import jax
 from packaging import specifiers
+from packaging import version
 
 # What meets conditionals. Not all are in each release.
 FILES = (
@@ -37,13 +40,13 @@ class Difference:
 
   Attributes:
     file: the file that they are in.
-    tests: a regular expression for their names.
+    tests: their names.
     releases: the releases, as a version specifier.
     outcome: how they end with the package.
     reason: why they do.
   """
   file: str
-  tests: str
+  tests: tuple[str, ...]
   releases: str
   outcome: str
   reason: str
@@ -100,24 +103,25 @@ jax._src.__path__.append(str(pathlib.Path(__file__).parent / "jax/_src"))
 """
 
 
-def unpacked_tests(checkout: str, directory: pathlib.Path) -> pathlib.Path:
-  """Takes JAX's tests of the installed release out of a checkout's history."""
+def unpacked_tests(checkout: str, release: str, directory: pathlib.Path
+                   ) -> pathlib.Path:
+  """Takes JAX's tests of a release out of a checkout's history."""
   if not directory.exists():
-    tag = f"jax-v{jax.__version__}"
     archive = subprocess.run(
-        ["git", "-C", checkout, "archive", tag, "tests", _NOT_IN_WHEEL],
-        check=True, capture_output=True).stdout
+        ["git", "-C", checkout, "archive", f"jax-v{release}", "tests",
+         _NOT_IN_WHEEL], check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
       tar.extractall(directory, filter="data")
     (directory / "conftest.py").write_text(_CONFTEST)
   return directory
 
 
-def compare(file: str, without: dict[str, str], with_: dict[str, str]
-            ) -> tuple[int, list[str]]:
+def compare(release: str, file: str, without: dict[str, str],
+            with_: dict[str, str]) -> tuple[int, list[str]]:
   """Compares how the tests of a file ended.
 
   Args:
+    release: the version of JAX.
     file: the name of the file.
     without: how they ended without the package.
     with_: how they ended with it.
@@ -125,68 +129,127 @@ def compare(file: str, without: dict[str, str], with_: dict[str, str]
   Returns:
     The number of known differences, and what is not as it should be.
   """
+  if not (without and with_):
+    return 0, [f"{file}: no report of pytest; see the log beside the reports"]
   different = {
       name: (without.get(name, "not run"), with_.get(name, "not run"))
       for name in {**without, **with_} if without.get(name) != with_.get(name)}
-  if not (without and with_):
-    return 0, [f"{file}: no report of pytest; see the log beside the reports"]
   known = set()
   wrong = []
   for difference in DIFFERENCES:
     if difference.file != file or not specifiers.SpecifierSet(
-        difference.releases, prereleases=True).contains(jax.__version__):
+        difference.releases, prereleases=True).contains(release):
       continue
-    found = {name for name, (_, outcome) in different.items()
-             if re.fullmatch(difference.tests, name) and
-             outcome == difference.outcome}
-    if not found:
-      wrong.append(f"{file}: nothing is as in {difference}")
-    known |= found
+    for test in difference.tests:
+      if different.get(test, ("", ""))[1] == difference.outcome:
+        known.add(test)
+      else:
+        wrong.append(f"{file}: {test} did not end as it should: {difference}")
   wrong += [f"{file}: {name}: {a} without, {b} with the package"
             for name, (a, b) in different.items() if name not in known]
   return len(known), wrong
 
 
-def main(checkout: str, files: Iterable[str], reports: pathlib.Path) -> bool:
-  reports = reports.absolute() / jax.__version__
-  root = unpacked_tests(checkout, reports / "tree")
-  print(f"JAX {jax.__version__}")
-  print(f"{'':34}{'without':>22}{'with':>22}{'known':>8}{'wrong':>8}")
+def run(checkout: str, files: Iterable[str], reports: pathlib.Path) -> bool:
+  """Runs files of tests, and prints how they compare; False if one is wrong."""
+  release = metadata.version("jax")
+  reports = reports.absolute() / release
+  root = unpacked_tests(checkout, release, reports / "tree")
+  print(f"JAX {release}")
   all_wrong = []
   for file in files:
     test = root / "tests" / f"{file}.py"
     if not test.exists():
       continue
-    name = f"{file.replace('/', '.')}.xml"
-    runs = {reports / "with" / name: ["-m", "jax_cond_patch", "run", "-m"]}
+    report = _report(file)
+    runs = {reports / "with" / report: ["-m", "jax_cond_patch", "run", "-m"]}
     # This does not change with the package.
-    if not (reports / "without" / name).exists():
-      runs[reports / "without" / name] = ["-m"]
-    for process in [start(root, test, *report) for report in runs.items()]:
+    if not (reports / "without" / report).exists():
+      runs[reports / "without" / report] = ["-m"]
+    for process in [start(root, test, *way) for way in runs.items()]:
       process.wait()
-    without, with_ = (outcomes(reports / way / name)
-                      for way in ("without", "with"))
-    known, wrong = compare(file, without, with_)
+    row, wrong = _row(reports, release, file)
+    print(row, flush=True)
     all_wrong += wrong
-    print(f"{file:34}{_summary(without):>22}{_summary(with_):>22}{known:8}"
-          f"{len(wrong):8}", flush=True)
   for line in all_wrong:
     print(line)
   return not all_wrong
 
 
+_HEAD = """\
+# JAX's own tests
+
+Made by `tests/upstream.py` from the reports of `nox -s upstream`; do not edit.
+Files of tests of each release's tag, run on that release without and with the
+package: how many tests passed, failed and were skipped. A test that fails
+without the package does so on the machine of these runs.
+
+"""
+
+_COLUMNS = """\
+| JAX | file | date | without | with | other, as known | other, not known |
+|-----|------|------|---------|------|-----------------|------------------|
+"""
+
+
+def table(reports: pathlib.Path) -> str:
+  """Makes the page that says how all runs compare."""
+  text = _HEAD + _COLUMNS
+  found = sorted((path for path in reports.iterdir() if path.is_dir()),
+                 key=lambda path: version.parse(path.name))
+  for path in found:
+    for file in FILES:
+      if (path / "with" / _report(file)).exists():
+        text += _row(path, path.name, file)[0] + "\n"
+  text += "\nWhat is known to end otherwise with the package:\n\n"
+  for difference in DIFFERENCES:
+    tests = ", ".join(f"`{test}`" for test in difference.tests)
+    text += (f"- JAX {difference.releases}, {tests}: {difference.outcome}. "
+             f"{difference.reason}\n")
+  return text
+
+
+def _report(file: str) -> str:
+  return f"{file.replace('/', '.')}.xml"
+
+
+def _row(reports: pathlib.Path, release: str, file: str
+         ) -> tuple[str, list[str]]:
+  """A row of the table, and what is not as it should be."""
+  without, with_ = (outcomes(reports / way / _report(file))
+                    for way in ("without", "with"))
+  known, wrong = compare(release, file, without, with_)
+  return (f"| {release} | {file} | {_date(reports / 'with' / _report(file))} | "
+          f"{_summary(without)} | {_summary(with_)} | {known} | {len(wrong)} |"
+          ), wrong
+
+
+def _date(report: pathlib.Path) -> str:
+  if not report.exists():
+    return ""
+  suite = ElementTree.parse(report).find("testsuite")
+  return "" if suite is None else suite.get("timestamp", "")[:10]
+
+
 def _summary(found: dict[str, str]) -> str:
   counts = collections.Counter(found.values())
   failed = counts["failed"] + counts["error"]
-  return f"{counts['passed']} ok, {failed} failed"
+  return f"{counts['passed']} / {failed} / {counts['skipped']}"
 
 
 if __name__ == "__main__":
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("checkout", help="a checkout of JAX with its tags")
-  parser.add_argument("files", nargs="*", default=FILES,
-                      help="names of test files, without .py")
+  commands = parser.add_subparsers(dest="command", required=True)
+  run_parser = commands.add_parser("run", help="run JAX's tests")
+  run_parser.add_argument("checkout", help="a checkout of JAX with its tags")
+  run_parser.add_argument("files", nargs="*", default=FILES,
+                          help="names of test files, without .py")
+  table_parser = commands.add_parser("table", help="make the page of all runs")
+  table_parser.add_argument("page", type=pathlib.Path)
   parser.add_argument("--reports", type=pathlib.Path,
                       default=pathlib.Path(".nox/upstream"))
   args = parser.parse_args()
-  sys.exit(not main(args.checkout, args.files, args.reports))
+  if args.command == "table":
+    args.page.write_text(table(args.reports))
+  else:
+    sys.exit(not run(args.checkout, args.files, args.reports))
