@@ -1,5 +1,6 @@
 """Tests that a module holds only what its lowering platforms reach."""
 import contextlib
+import gc
 import io
 import itertools
 import re
@@ -239,6 +240,35 @@ class OnePlatformTest(tu.JcpTestCase):
     f = lambda x: lax.platform_dependent(
         x, cpu=lambda x: x, default=lambda x: x * 2)
     self.assertSameModule(marked(f), marked(lambda x: x), X)
+
+  @parameterized.named_parameters(
+      ("jit", lambda f: f),
+      ("jit_in_jit", jax.jit),
+      ("scan", lambda f: lambda x: lax.scan(
+          lambda c, _: (f(c), None), x, None, length=2)[0]),
+      ("grad", lambda f: jax.grad(lambda x: f(x).sum())),
+      ("known_conditional", lambda f: lambda x: lax.cond(
+          True, f, lambda x: x, x)),
+  )
+  @tu.requires("freed_constants")
+  @jtu.run_on_devices("cpu")
+  def test_arrays_are_freed_with_the_program(self, transform):
+    """At once, as in JAX: https://github.com/jax-ml/jax/issues/12719."""
+    def run():
+      scale = jax.device_put(X)
+      f = lambda x: lax.platform_dependent(
+          x, cpu=lambda x: jnp.sin(x) * scale, default=lambda x: x - scale)
+      jax.jit(transform(f))(X).block_until_ready()
+
+    run()
+    gc.collect()
+    before = len(jax.live_arrays())
+    gc.disable()
+    try:
+      run()
+      self.assertLen(jax.live_arrays(), before)
+    finally:
+      gc.enable()
 
 
 class EffectsTest(tu.JcpTestCase):

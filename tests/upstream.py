@@ -222,7 +222,7 @@ def table(reports: pathlib.Path) -> str:
   text += "\nWhat is known to end otherwise with the package:\n\n"
   for difference in DIFFERENCES:
     tests = ", ".join(f"`{test}`" for test in difference.tests)
-    text += (f"- JAX {difference.releases}, {tests}: {difference.outcome}. "
+    text += (f"- JAX `{difference.releases}`, {tests}: {difference.outcome}. "
              f"{difference.reason}\n")
   return text
 
