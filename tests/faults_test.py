@@ -200,6 +200,25 @@ class FaultsTest(JaxWorksTestCase):
         self.assertIsNone(ref())
       self.assertAllClose(compiled(X), np.sin(X))
 
+  @jtu.run_on_devices("cpu")
+  def test_garbage_is_collected_while_jax_traces(self):
+    """Free-threaded Python's collector has to leave what runs in peace."""
+    @jax.custom_jvp
+    def collect(x):
+      gc.collect()
+      return jnp.sin(x)
+
+    @collect.defjvp
+    def collect_jvp(primals, tangents):
+      gc.collect()
+      return collect(*primals), jnp.cos(*primals) * tangents[0]
+
+    f = lambda x: lax.platform_dependent(
+        x, cpu=collect, default=lambda x: collect(x) + 1)
+    self.assertAllClose(jax.jit(f)(X), np.sin(X))
+    self.assertAllClose(
+        jax.jit(jax.grad(lambda x: jax.vmap(f)(x).sum()))(X), np.cos(X))
+
   @parameterized.named_parameters(
       ("jit", lambda f: f),
       ("scan", lambda f: lambda x: lax.scan(

@@ -97,11 +97,26 @@ def undecorated(fun: Callable) -> types.FunctionType:
   return fun
 
 
+_has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+@functools.cache
+def _as_nested(code: types.CodeType) -> types.CodeType:
+  """Code for a function that is freed as soon as nothing refers to it.
+
+  Free-threaded Python leaves others to its garbage collector, which does not
+  see the reference of a call: where that is the only one, the function loses
+  its globals as it runs. https://github.com/python/cpython/issues/117376
+  """
+  return code.replace(co_flags=code.co_flags | inspect.CO_NESTED)
+
+
 def with_globals(fun: types.FunctionType, **names) -> types.FunctionType:
   """Returns a function whose code sees other values under these names."""
+  code = fun.__code__ if _has_gil else _as_nested(fun.__code__)
   rebound = types.FunctionType(
-      fun.__code__, {**fun.__globals__, **names}, fun.__name__,
-      fun.__defaults__, fun.__closure__)
+      code, {**fun.__globals__, **names}, fun.__name__, fun.__defaults__,
+      fun.__closure__)
   rebound.__kwdefaults__ = fun.__kwdefaults__
   return rebound
 
