@@ -151,12 +151,35 @@ def resolve(jaxpr, platforms: Sequence[Platform], scope: Scope,
 
 
 def _dce(jaxpr: core.Jaxpr) -> core.Jaxpr:
+  if _is_all_alive(jaxpr):
+    return jaxpr
   if jaxpr.constvars and not hasattr(jaxpr, "consts"):
     # JAX's rules for dead code know no constants up to 0.10.
     lifted = pe.convert_constvars_jaxpr(jaxpr)
     lifted, _ = pe.dce_jaxpr(lifted, [True] * len(lifted.outvars), True)
     return pe.convert_invars_to_constvars(lifted, len(jaxpr.constvars))
   return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)[0]
+
+
+@internals.weakref_lru_cache
+def _is_all_alive(jaxpr) -> bool:
+  """Whether all in a jaxpr is used, so that there is no need to look further.
+
+  False does not mean that something is dead. JAX's own search takes longer.
+  """
+  jaxpr = internals.open_jaxpr(jaxpr)
+  used = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
+  for eqn in reversed(jaxpr.eqns):
+    if eqn.primitive not in pe.dce_rules:
+      if used.isdisjoint(eqn.outvars):
+        return False
+    elif not used.issuperset(eqn.outvars) or not all(
+        map(_is_all_alive, internals.jaxprs_in_params(eqn.params))):
+      return False
+    for x in eqn.invars:
+      if isinstance(x, core.Var):
+        used.add(x)
+  return used.issuperset(jaxpr.invars) and used.issuperset(jaxpr.constvars)
 
 
 # The position of an input, and its value on each lowering platform.
@@ -201,6 +224,7 @@ class _Resolver:
                known: dict[int, tuple[constants.Value, ...]]):
     self.platforms = platforms
     self.scope = scope
+    self.looked_at = _LOOKED_AT[scope]
     self.eqns = _Emitted()
     self.new_var = core.gensym()
     opened = internals.open_jaxpr(jaxpr)
@@ -237,14 +261,15 @@ class _Resolver:
     """
     renamed = (_renaming(env) if caller is None else
                _renaming_in(caller, env, self.used, self.new_var))
-    looked_at = _LOOKED_AT[self.scope]
+    looked_at = self.looked_at
     for eqn in jaxpr.eqns:
       here = renamed(eqn)
       if looked_at is not None and eqn.primitive.name not in looked_at:
         self.eqns.append(here)
       elif outs := self.eqn(here):
-        env.update((v, outs[w]) for v, w in zip(eqn.outvars, here.outvars)
-                   if w in outs)
+        for v, w in zip(eqn.outvars, here.outvars):
+          if w in outs:
+            env[v] = outs[w]
     return _read(env, jaxpr.outvars)
 
   def eqn(self, eqn: core.JaxprEqn) -> dict[core.Var, core.Atom]:
@@ -362,9 +387,9 @@ class _Resolver:
     if reachable.missing:
       self.missing(eqn, branches_platforms, reachable.missing)
       return {}
+    if len(reachable.branches) == 1:
+      return self.owner(eqn, eqn.params["branches"][reachable.branches[0]])
     branches = [eqn.params["branches"][i] for i in reachable.branches]
-    if len(branches) == 1:
-      return self.owner(eqn, branches[0])
     if self.scope is Scope.PROGRAM:
       self.several_owners(eqn, branches, reachable.owned)
     else:
@@ -414,13 +439,14 @@ class _Resolver:
   def owner(self, eqn: core.JaxprEqn, branch) -> dict[core.Var, core.Atom]:
     jaxpr = internals.open_jaxpr(branch)
     env = dict(zip(jaxpr.invars, eqn.invars[1:]))
-    env.update((v, core.Literal(c, v.aval))
-               for v, c in zip(jaxpr.constvars, branch.consts))
+    if jaxpr.constvars:
+      for v, c in zip(jaxpr.constvars, branch.consts):
+        env[v] = core.Literal(c, v.aval)
     # What computes its outputs defines those of the conditional, so that what
     # reads these stays as it is.
     for x, v in zip(jaxpr.outvars, eqn.outvars):
       if (isinstance(x, core.Var) and not isinstance(v, core.DropVar) and
-          x.aval == v.aval):
+          (x.aval is v.aval or x.aval == v.aval)):
         env.setdefault(x, v)
     outs = self.inline(jaxpr, env, eqn)
     return {v: out for v, out in zip(eqn.outvars, outs) if v is not out}
@@ -480,12 +506,12 @@ def _read(env: dict[core.Var, core.Atom], atoms: Sequence[core.Atom]
 def _renaming(env: dict[core.Var, core.Atom]) -> Callable:
   """Makes what gives an equation the variables that it has here."""
   def renamed(eqn):
-    if not env:
+    if not env or not eqn.invars:
       return eqn
     invars = _read(env, eqn.invars)
     if is_platform_conditional(eqn):
       invars[0] = eqn.invars[0]  # Nothing reads it: it gets another index.
-    effects = internals.rename_input_effects(eqn.effects, env)
+    effects = eqn.effects and internals.rename_input_effects(eqn.effects, env)
     if effects is eqn.effects and all(map(operator.is_, invars, eqn.invars)):
       return eqn
     return eqn.replace(invars=invars, effects=effects)
@@ -501,11 +527,10 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
   in `used` already gets another variable.
   """
   name_stack = caller.source_info.name_stack
+  is_named = bool(name_stack.stack)
   compute_type = internals.compute_type(caller)
 
   def bound(v):
-    if v in env:
-      return env[v]
     if v in used:
       env[v] = new_var(v.aval)
       return env[v]
@@ -513,16 +538,18 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
       used.add(v)
     return v
 
-  def renamed(eqn):
+  def renamed(eqn):  # The most of the time goes here.
     source_info = eqn.source_info
-    if name_stack.stack:
+    if is_named:
       inner = source_info.name_stack
       source_info = source_info.replace(
           name_stack=name_stack + inner if inner.stack else name_stack)
+    effects = eqn.effects and internals.rename_input_effects(eqn.effects, env)
     here = eqn.replace(
-        invars=_read(env, eqn.invars), outvars=[*map(bound, eqn.outvars)],
-        effects=internals.rename_input_effects(eqn.effects, env),
-        source_info=source_info)
+        invars=[x if isinstance(x, core.Literal) else env.get(x, x)
+                for x in eqn.invars],
+        outvars=[env[v] if v in env else bound(v) for v in eqn.outvars],
+        effects=effects, source_info=source_info)
     if compute_type and not internals.compute_type(eqn):
       here = here.replace(ctx=caller.ctx)
     return here

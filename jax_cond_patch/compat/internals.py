@@ -387,7 +387,8 @@ def compute_type(eqn: core.JaxprEqn) -> str | None:
 
 def platforms_for_eqn_ctx(eqn_ctx) -> tuple[str, ...]:
   """The platforms that a `compute_on` region is lowered for, or ()."""
-  if not hasattr(mlir, "_platforms_for_eqn_ctx"):
+  if (getattr(eqn_ctx, "compute_type", None) is None or
+      not hasattr(mlir, "_platforms_for_eqn_ctx")):
     return ()
   return tuple(mlir._platforms_for_eqn_ctx(eqn_ctx))
 
