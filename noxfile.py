@@ -76,6 +76,14 @@ def patched(session, release):
              session.posargs or _ON_DIFFS)
 
 
+@nox.session(python="3.14t")
+def free_threaded(session):
+  """Runs the tests on the newest release and Python without its lock."""
+  newest = _table()[-1]
+  session.install("-e", ".[tests]", f"jax=={newest.jax}", *newest.pins)
+  _run_tests(session, _REPORTS / "free-threaded.xml", session.posargs)
+
+
 @nox.session
 def report(session):
   """Makes docs/releases.md from the reports of the sessions above."""

@@ -257,6 +257,7 @@ class FaultsTest(JaxWorksTestCase):
       gc.garbage.clear()
     self.assertEmpty(ours)
 
+  @tu.requires("freed_traces")
   @jtu.run_on_devices("cpu")
   def test_memory_is_flat(self):
     """After activations, traces and deactivations nothing is left."""
