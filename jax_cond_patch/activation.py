@@ -145,6 +145,7 @@ def _early_table() -> Sequence[Replacement]:
   from jax._src.lax.control_flow import loops
   from jax._src.state import discharge
   from jax_cond_patch import deferral
+  from jax_cond_patch import eager
   from jax_cond_patch import lowering
   from jax_cond_patch import pinning
   from jax_cond_patch import resolution
@@ -185,15 +186,18 @@ def _early_table() -> Sequence[Replacement]:
       Item(pe.partial_eval_jaxpr_custom_rules, internals.platform_index_p),
       rules.platform_index_partial_eval_custom, index_why)
   why = _RULE_WHY
+  why_eager = "keeps nothing of branches that do not run"
   replace_rule("pe.custom_partial_eval_rules", pe.custom_partial_eval_rules,
-               rules.partial_eval, f"{why}; {index_why}")
+               lambda rule: eager.partial_eval(rule, rules.partial_eval),
+               f"{why}; {index_why}; {why_eager}")
   replace_rule("pe.partial_eval_jaxpr_custom_rules",
                pe.partial_eval_jaxpr_custom_rules, rules.partial_eval_custom,
                why)
   for module, names, make, reason in (
       ("ad", ("primitive_jvps",), rules.jvp, why),
-      ("ad", ("primitive_linearizations",), rules.linearize,
-       f"{why}; {index_why}"),
+      ("ad", ("primitive_linearizations",),
+       lambda rule: eager.linearize(rule, rules.linearize),
+       f"{why}; {index_why}; {why_eager}"),
       ("ad", ("primitive_transposes", "reducing_transposes"), rules.transpose,
        f"{why}; {index_why}"),
       ("ad", ("fancy_transposes",), rules.fancy_transpose, why),
@@ -209,7 +213,8 @@ def _early_table() -> Sequence[Replacement]:
   why_effects = "defers errors of the effects of branches"
   replace(f"pe.custom_partial_eval_rules[{ad_checkpoint.remat_p}]",
           Item(pe.custom_partial_eval_rules, ad_checkpoint.remat_p),
-          rules.remat_partial_eval, why_effects)
+          lambda rule: eager.partial_eval(rule, rules.remat_partial_eval),
+          f"{why_effects}; {why_eager}")
   # What `jax.checkpoint` makes with `jax_remat3`. It refuses effects since JAX
   # 0.11.1: https://github.com/jax-ml/jax/commit/97f0ef2433.
   traced = getattr(ad_checkpoint, "RematTraced", None)
@@ -233,6 +238,13 @@ def _early_table() -> Sequence[Replacement]:
               "keeps platforms")
     replace_rule("core.custom_typechecks", core.custom_typechecks,
                  rules.ignores_platforms, "does not know platforms")
+
+  for primitive in (internals.jit_p, loops.scan_p):
+    replace(f"pe.custom_partial_eval_rules[{primitive}_p]",
+            Item(pe.custom_partial_eval_rules, primitive), eager.partial_eval,
+            why_eager)
+    replace_where_it_is("ad", ("primitive_linearizations",), primitive,
+                        eager.linearize, why_eager)
 
   # Where there is a rule for linearization, it knows references.
   if cond_p not in getattr(ad, "primitive_linearizations", ()):

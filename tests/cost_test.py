@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax._src import config
 from jax._src import core
+from jax._src import test_util as jtu
 from jax.interpreters import ad
 from jax.interpreters import mlir
 import jax.numpy as jnp
@@ -115,20 +116,59 @@ class ResidualsTest(tu.JcpTestCase):
     return x
 
   def num_bytes(self, f):
-    """What the vjp of a jitted function holds."""
-    _, vjp = jax.vjp(jax.jit(lambda x: f(x)), np.ones(64, np.float32))
-    return sum(x.nbytes for x in jax.tree_util.tree_leaves(vjp))
+    """What the vjp of a function holds, outside of `jax.jit`."""
+    _, vjp = jax.vjp(f, np.ones(64, np.float32))
+    return sum(np.asarray(x).nbytes for x in jax.tree_util.tree_leaves(vjp))
+
+  @parameterized.named_parameters(
+      ("jit", jax.jit),
+      ("jit_in_jit", lambda f: jax.jit(lambda x: jax.jit(f)(x))),
+      ("scan", lambda f: lambda x: lax.scan(
+          lambda c, _: (f(c), None), x, None, length=2)[0]),
+      ("scan_in_jit", lambda f: jax.jit(lambda x: lax.scan(
+          lambda c, _: (f(c), None), x, None, length=2)[0])),
+      ("jit_in_remat", lambda f: jax.checkpoint(jax.jit(f))),
+      ("remat_that_saves_all", lambda f: jax.checkpoint(
+          f, policy=jax.checkpoint_policies.everything_saveable)),
+      ("conditional", lambda f: lambda x: lax.cond(
+          x[0] > 0, f, lambda x: x, x)),
+      ("jit_in_vmap", lambda f: lambda x: jax.vmap(jax.jit(f))(x[None])[0]),
+  )
+  @jtu.run_on_devices("cpu")
+  def test_of_what_runs(self, transform):
+    """A vjp holds what that of the branch holds that is called directly."""
+    f = transform(lambda x: lax.platform_dependent(
+        x, cpu=jnp.sin, default=self.heavy))
+    direct = transform(lambda x: jnp.sin(x))
+    self.assertEqual(self.num_bytes(f), self.num_bytes(direct))
+    x = np.linspace(1, 2, 64, dtype=np.float32)
+    self.assertAllClose(jax.grad(lambda x: f(x).sum())(x),
+                        jax.grad(lambda x: direct(x).sum())(x), rtol=1e-6)
+
+  def test_of_what_is_traced(self):
+    """Nothing is decided while a program is traced, also of constants."""
+    f = jax.jit(lambda x: lax.platform_dependent(
+        x, cpu=jnp.sin, default=lambda x: x * 3))
+    for g in (lambda x: jax.vjp(f, x)[1](x),
+              lambda x: jax.vjp(f, np.ones(64, np.float32))[1](x)):
+      x = np.ones(64, np.float32)
+      self.assertIn("case", tu.lower(g, x, platforms=("cpu", "tpu")))
+
+  def test_of_other_platforms(self):
+    """What runs on no platform with a branch raises as it is differentiated."""
+    f = jax.jit(lambda x: lax.platform_dependent(x, other=jnp.sin))
+    with self.assertRaisesRegex(NotImplementedError, "has no branch for"):
+      jax.vjp(f, np.ones(64, np.float32))
 
   @parameterized.parameters("default", "tpu")
   def test_pinned(self, unreachable):
-    """A vjp holds what that of the branch holds that is called directly."""
     def f(x):
       return lax.platform_dependent(
           x, cpu=jnp.sin, **{unreachable: self.heavy}).sum()
-    expected = self.num_bytes(lambda x: jnp.sin(x).sum())
+    expected = self.num_bytes(jax.jit(lambda x: jnp.sin(x).sum()))
     self.addCleanup(jax_cond_patch.pin, None)
     jax_cond_patch.pin("cpu")
-    self.assertEqual(self.num_bytes(f), expected)
+    self.assertEqual(self.num_bytes(jax.jit(f)), expected)
 
   def test_within_one_program(self):
     """Where the platforms are known, nothing of the other branch is left."""

@@ -5,7 +5,7 @@ names the upstream change that made it needed.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -22,6 +22,7 @@ from jax._src import config
 from jax._src import core
 from jax._src import dispatch
 from jax._src import effects as effects_lib
+from jax._src import pjit
 from jax._src import sharding_impls
 from jax._src import source_info_util
 from jax._src import traceback_util
@@ -40,6 +41,8 @@ import numpy as np
 
 cond_p = conditionals.cond_p
 platform_index_p = conditionals.platform_index_p
+# https://github.com/jax-ml/jax/commit/f2f9b4ac27 (JAX 0.7.0) renamed it.
+jit_p = getattr(pjit, "jit_p", None) or pjit.pjit_p
 
 # https://github.com/jax-ml/jax/commit/f2121a72fc (JAX 0.6.1) added the param
 # `branches_platforms` to `cond_p`, and `_switch_internal`, which takes it.
@@ -700,10 +703,7 @@ def lowering_platform(arguments: dict[str, Any], jaxpr: core.Jaxpr) -> str:
   shardings = [*arguments["in_shardings"], *arguments["out_shardings"]]
   # With one platform there is nothing to find out, and this takes time.
   if len(xla_bridge.backends()) > 1:
-    # https://github.com/jax-ml/jax/commit/0426388d31 (0.4.31) renamed it.
-    inner = (getattr(dispatch, "get_intermediate_shardings", None) or
-             dispatch.jaxpr_shardings)(jaxpr)
-    shardings.extend(sharding for sharding, _ in inner)
+    shardings.extend(s for s, _ in _intermediate_shardings(jaxpr))
   for sharding in shardings:
     if isinstance(sharding, jax.sharding.Sharding):
       try:
@@ -712,6 +712,64 @@ def lowering_platform(arguments: dict[str, Any], jaxpr: core.Jaxpr) -> str:
         continue
       return _platform_of(devices[0])
   return default_platform()
+
+
+def running_platform(values: Sequence, params: dict[str, Any]) -> str | None:
+  """The platform on which JAX is about to run an equation.
+
+  Args:
+    values: the inputs of the equation that are known.
+    params: its params.
+
+  Returns:
+    The name of the platform; None if the equation is traced, or if it is not
+    sure where it runs.
+  """
+  if not _runs_now() or any(isinstance(x, core.Tracer) for x in values):
+    return None
+  # With one platform there is nothing to find out, and this takes time.
+  if len(xla_bridge.backends()) == 1:
+    return default_platform()
+  devices = {d for x in values if getattr(x, "_committed", False)
+             for d in x.devices()}
+  places = jax.tree_util.tree_leaves(params)
+  for jaxpr in jaxprs_in_params(params):
+    places.extend(s for s, _ in _intermediate_shardings(open_jaxpr(jaxpr)))
+  for place in places:
+    devices.update(_devices_of(place))
+  platforms = {_platform_of(device) for device in devices}
+  if not platforms:
+    return default_platform()
+  return platforms.pop() if len(platforms) == 1 else None
+
+
+def _runs_now() -> bool:
+  """Whether what is bound is run, and not traced.
+
+  There are no traces below others since JAX 0.4.36:
+  https://github.com/jax-ml/jax/commit/c36e1f7c1a.
+  """
+  if hasattr(core, "trace_ctx"):
+    return isinstance(core.trace_ctx.trace, core.EvalTrace)
+  stack = core.thread_local_state.trace_state.trace_stack
+  return stack.dynamic.level == 0
+
+
+def _devices_of(place) -> Sequence:
+  """The devices of a sharding or a mesh, or none."""
+  place = getattr(place, "physical_mesh", place)
+  try:
+    if isinstance(place, jax.sharding.Sharding):
+      return tuple(place.device_set)
+    return tuple(place.devices.flat)
+  except (AttributeError, ValueError):  # An abstract mesh has none.
+    return ()
+
+
+def _intermediate_shardings(jaxpr: core.Jaxpr) -> Iterable:
+  # https://github.com/jax-ml/jax/commit/0426388d31 (0.4.31) renamed it.
+  return (getattr(dispatch, "get_intermediate_shardings", None) or
+          dispatch.jaxpr_shardings)(jaxpr)
 
 
 def default_platform() -> str:
