@@ -11,6 +11,7 @@ from jax import lax
 from jax._src import config
 from jax._src import core
 from jax._src import test_util as jtu
+from jax._src import xla_bridge
 from jax.interpreters import ad
 from jax.interpreters import mlir
 import jax.numpy as jnp
@@ -115,9 +116,9 @@ class ResidualsTest(tu.JcpTestCase):
       x = jnp.sin(jnp.outer(x, x)).sum(1)
     return x
 
-  def num_bytes(self, f):
+  def num_bytes(self, f, place=np.asarray):
     """What the vjp of a function holds, outside of `jax.jit`."""
-    _, vjp = jax.vjp(f, np.ones(64, np.float32))
+    _, vjp = jax.vjp(f, place(np.ones(64, np.float32)))
     return sum(np.asarray(x).nbytes for x in jax.tree_util.tree_leaves(vjp))
 
   @parameterized.named_parameters(
@@ -144,6 +145,26 @@ class ResidualsTest(tu.JcpTestCase):
     x = np.linspace(1, 2, 64, dtype=np.float32)
     self.assertAllClose(jax.grad(lambda x: f(x).sum())(x),
                         jax.grad(lambda x: direct(x).sum())(x), rtol=1e-6)
+
+  @parameterized.named_parameters(
+      ("numpy", lambda f: f, np.asarray),
+      ("committed", lambda f: f,
+       lambda x: jax.device_put(x, jax.devices()[0])),
+      ("constraint", lambda f: lambda x: lax.with_sharding_constraint(
+          f(x), jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+       np.asarray),
+  )
+  @jtu.run_on_devices("cpu")
+  def test_where_there_are_two_backends(self, constrain, place):
+    """Then it is to be found out on which of them a program runs."""
+    f = jax.jit(constrain(lambda x: lax.platform_dependent(
+        x, cpu=jnp.sin, default=self.heavy)))
+    direct = jax.jit(constrain(lambda x: jnp.sin(x)))
+    backends = xla_bridge.backends()
+    with mock.patch.object(
+        xla_bridge, "backends",
+        lambda: {**backends, "another": backends["cpu"]}):
+      self.assertEqual(self.num_bytes(f, place), self.num_bytes(direct, place))
 
   def test_of_what_is_traced(self):
     """Nothing is decided while a program is traced, also of constants."""

@@ -5,7 +5,7 @@ names the upstream change that made it needed.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -523,6 +523,14 @@ def weakref_lru_cache(fun: Callable) -> Callable:
   return util.weakref_lru_cache(fun)
 
 
+@weakref_lru_cache
+def _intermediate_shardings(jaxpr: core.Jaxpr) -> tuple:
+  # https://github.com/jax-ml/jax/commit/0426388d31 (0.4.31) renamed it.
+  find = (getattr(dispatch, "get_intermediate_shardings", None) or
+          dispatch.jaxpr_shardings)
+  return tuple(sharding for sharding, _ in find(jaxpr))
+
+
 def weakref_lru_cache_of_all_contexts(fun: Callable) -> Callable:
   """For a result that does not depend on JAX's settings.
 
@@ -703,7 +711,7 @@ def lowering_platform(arguments: dict[str, Any], jaxpr: core.Jaxpr) -> str:
   shardings = [*arguments["in_shardings"], *arguments["out_shardings"]]
   # With one platform there is nothing to find out, and this takes time.
   if len(xla_bridge.backends()) > 1:
-    shardings.extend(s for s, _ in _intermediate_shardings(jaxpr))
+    shardings.extend(_intermediate_shardings(jaxpr))
   for sharding in shardings:
     if isinstance(sharding, jax.sharding.Sharding):
       try:
@@ -734,7 +742,7 @@ def running_platform(values: Sequence, params: dict[str, Any]) -> str | None:
              for d in x.devices()}
   places = jax.tree_util.tree_leaves(params)
   for jaxpr in jaxprs_in_params(params):
-    places.extend(s for s, _ in _intermediate_shardings(open_jaxpr(jaxpr)))
+    places.extend(_intermediate_shardings(open_jaxpr(jaxpr)))
   for place in places:
     devices.update(_devices_of(place))
   platforms = {_platform_of(device) for device in devices}
@@ -761,15 +769,9 @@ def _devices_of(place) -> Sequence:
   try:
     if isinstance(place, jax.sharding.Sharding):
       return tuple(place.device_set)
-    return tuple(place.devices.flat)
+    return () if place.empty else tuple(place.devices.flat)
   except (AttributeError, ValueError):  # An abstract mesh has none.
     return ()
-
-
-def _intermediate_shardings(jaxpr: core.Jaxpr) -> Iterable:
-  # https://github.com/jax-ml/jax/commit/0426388d31 (0.4.31) renamed it.
-  return (getattr(dispatch, "get_intermediate_shardings", None) or
-          dispatch.jaxpr_shardings)(jaxpr)
 
 
 def default_platform() -> str:
