@@ -111,13 +111,18 @@ def start(root: pathlib.Path, test: pathlib.Path, report: pathlib.Path,
         stdout=log, stderr=subprocess.STDOUT)
 
 
-# What tests import of JAX that is not in its wheel.
-_NOT_IN_WHEEL = "jax/_src/internal_test_util"
+# What tests import of JAX that may not be in its wheel.
+_TEST_UTILS = (
+    "jax/_src/internal_test_util", ":(glob)jax/_src/**/*test_util.py")
 
+# What is in the wheel is found there.
 _CONFTEST = """\
+import importlib
 import pathlib
-import jax._src
-jax._src.__path__.append(str(pathlib.Path(__file__).parent / "jax/_src"))
+root = pathlib.Path(__file__).parent
+for folder in sorted({path.parent for path in root.glob("jax/**/*.py")}):
+  name = ".".join(folder.relative_to(root).parts)
+  importlib.import_module(name).__path__.append(str(folder))
 """
 
 
@@ -127,7 +132,7 @@ def unpacked_tests(checkout: str, release: str, directory: pathlib.Path
   if not directory.exists():
     archive = subprocess.run(
         ["git", "-C", checkout, "archive", f"jax-v{release}", "tests",
-         _NOT_IN_WHEEL], check=True, capture_output=True).stdout
+         *_TEST_UTILS], check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
       tar.extractall(directory, filter="data")
     (directory / "conftest.py").write_text(_CONFTEST)
