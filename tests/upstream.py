@@ -215,15 +215,24 @@ _COLUMNS = """\
 """
 
 
-def table(reports: pathlib.Path) -> str:
-  """Makes the page that says how all runs compare."""
-  text = _HEAD + _COLUMNS
-  found = sorted((path for path in reports.iterdir() if path.is_dir()),
-                 key=lambda path: version.parse(path.name))
-  for path in found:
-    for file in FILES:
-      if (path / "with" / _report(file)).exists():
-        text += _row(path, path.name, file)[0] + "\n"
+def table(reports: pathlib.Path, page: str) -> str:
+  """Makes the page that says how all runs compare.
+
+  Args:
+    reports: the folder with the reports of the runs.
+    page: the page as it is; the rows of other runs stay.
+  """
+  rows = {}
+  for row in page.splitlines():
+    release, file = [*map(str.strip, row.split("|")), "", "", ""][1:3]
+    if file in FILES:
+      rows[version.parse(release), FILES.index(file)] = row
+  for path in reports.glob("*/with/*.xml"):
+    release = path.parent.parent.name
+    file = path.stem.replace(".", "/")
+    rows[version.parse(release), FILES.index(file)], _ = _row(
+        reports / release, release, file)
+  text = _HEAD + _COLUMNS + "".join(rows[key] + "\n" for key in sorted(rows))
   text += "\nWhat is known to end otherwise with the package:\n\n"
   for difference in DIFFERENCES:
     tests = ", ".join(f"`{test}`" for test in difference.tests)
@@ -273,6 +282,7 @@ if __name__ == "__main__":
                       default=pathlib.Path(".nox/upstream"))
   args = parser.parse_args()
   if args.command == "table":
-    args.page.write_text(table(args.reports))
+    page = args.page.read_text() if args.page.exists() else ""
+    args.page.write_text(table(args.reports, page))
   else:
     sys.exit(not run(args.checkout, args.files, args.reports))
