@@ -115,14 +115,21 @@ def start(root: pathlib.Path, test: pathlib.Path, report: pathlib.Path,
 _TEST_UTILS = (
     "jax/_src/internal_test_util", ":(glob)jax/_src/**/*test_util.py")
 
-# What is in the wheel is found there.
+# It comes last: what is in the wheel is found there.
 _CONFTEST = """\
-import importlib
+import importlib.util
 import pathlib
-root = pathlib.Path(__file__).parent
-for folder in sorted({path.parent for path in root.glob("jax/**/*.py")}):
-  name = ".".join(folder.relative_to(root).parts)
-  importlib.import_module(name).__path__.append(str(folder))
+import sys
+
+class TestUtilsFinder:
+  @staticmethod
+  def find_spec(name, path=None, target=None):
+    module = pathlib.Path(__file__).parent / name.replace(".", "/")
+    for file in (module.with_suffix(".py"), module / "__init__.py"):
+      if file.exists():
+        return importlib.util.spec_from_file_location(name, file)
+
+sys.meta_path.append(TestUtilsFinder)
 """
 
 
