@@ -120,6 +120,8 @@ _CONFTEST = """\
 import importlib.util
 import pathlib
 import sys
+# In JAX 0.7.2 its own modules can't be imported before this one.
+import jax.experimental.pallas
 
 class TestUtilsFinder:
   @staticmethod
