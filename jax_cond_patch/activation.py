@@ -188,7 +188,7 @@ def _early_table() -> Sequence[Replacement]:
   why = _RULE_WHY
   why_eager = "keeps nothing of branches that do not run"
   replace_rule("pe.custom_partial_eval_rules", pe.custom_partial_eval_rules,
-               lambda rule: eager.partial_eval(rule, rules.partial_eval),
+               lambda rule: eager.partial_eval(rules.partial_eval(rule)),
                f"{why}; {index_why}; {why_eager}")
   replace_rule("pe.partial_eval_jaxpr_custom_rules",
                pe.partial_eval_jaxpr_custom_rules, rules.partial_eval_custom,
@@ -196,7 +196,7 @@ def _early_table() -> Sequence[Replacement]:
   for module, names, make, reason in (
       ("ad", ("primitive_jvps",), rules.jvp, why),
       ("ad", ("primitive_linearizations",),
-       lambda rule: eager.linearize(rule, rules.linearize),
+       lambda rule: eager.linearize(rules.linearize(rule)),
        f"{why}; {index_why}; {why_eager}"),
       ("ad", ("primitive_transposes", "reducing_transposes"), rules.transpose,
        f"{why}; {index_why}"),
@@ -213,7 +213,7 @@ def _early_table() -> Sequence[Replacement]:
   why_effects = "defers errors of the effects of branches"
   replace(f"pe.custom_partial_eval_rules[{ad_checkpoint.remat_p}]",
           Item(pe.custom_partial_eval_rules, ad_checkpoint.remat_p),
-          lambda rule: eager.partial_eval(rule, rules.remat_partial_eval),
+          lambda rule: eager.partial_eval(rules.remat_partial_eval(rule)),
           f"{why_effects}; {why_eager}")
   # What `jax.checkpoint` makes with `jax_remat3`. It refuses effects since JAX
   # 0.11.1: https://github.com/jax-ml/jax/commit/97f0ef2433.
@@ -756,9 +756,10 @@ def _calls_of_jax() -> dict[int, types.FrameType]:
   In free-threaded Python none is found: frames can't be read while they run.
   """
   import jax
+  from jax_cond_patch.compat import internals
   directory = os.path.dirname(jax.__file__) + os.sep
   calls: dict[int, types.FrameType] = {}
-  if not getattr(sys, "_is_gil_enabled", lambda: True)():
+  if not internals.has_gil:
     return calls
   # Each frame gets an object when it is read. If this object's memory made
   # Python collect garbage, what that runs could let the thread return from the

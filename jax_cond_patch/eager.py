@@ -8,39 +8,27 @@ zeros. But here the platform is known before: its branches are the only ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-import inspect
 
 from jax_cond_patch import resolution
 from jax_cond_patch.compat import internals
 
 
-def linearize(original: Callable, make: Callable | None = None) -> Callable:
-  """For a rule in `ad.primitive_linearizations`.
+def linearize(rule: Callable) -> Callable:
+  """For a rule in `ad.primitive_linearizations`."""
+  def linearize_rule(*args, **params):
+    _, primals = internals.linearization_inputs(args)
+    return rule(*args, **_resolved(primals, params))
 
-  Args:
-    original: JAX's rule.
-    make: what makes another one of it that stands there.
-  """
-  inner = original if make is None else make(original)
-  # There is one more before the primals since JAX 0.9.2: `is_vjp`.
-  kinds = [p.kind for p in inspect.signature(original).parameters.values()]
-  first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-
-  def rule(*args, **params):
-    return inner(*args, **_resolved(args[first:], params))
-
-  return rule
+  return linearize_rule
 
 
-def partial_eval(original: Callable, make: Callable | None = None) -> Callable:
-  """For a rule in `pe.custom_partial_eval_rules`; see `linearize`."""
-  inner = original if make is None else make(original)
+def partial_eval(rule: Callable) -> Callable:
+  """For a rule in `pe.custom_partial_eval_rules`."""
+  def partial_eval_rule(trace, *tracers, **params):
+    known = [t.pval.get_known() for t in tracers if t.is_known()]
+    return rule(trace, *tracers, **_resolved(known, params))
 
-  def rule(trace, *tracers, **params):
-    known = [t.pval.get_known() for t in tracers if t.pval.is_known()]
-    return inner(trace, *tracers, **_resolved(known, params))
-
-  return rule
+  return partial_eval_rule
 
 
 def _resolved(values, params):

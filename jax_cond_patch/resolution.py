@@ -439,9 +439,8 @@ class _Resolver:
   def owner(self, eqn: core.JaxprEqn, branch) -> dict[core.Var, core.Atom]:
     jaxpr = internals.open_jaxpr(branch)
     env = dict(zip(jaxpr.invars, eqn.invars[1:]))
-    if jaxpr.constvars:
-      for v, c in zip(jaxpr.constvars, branch.consts):
-        env[v] = core.Literal(c, v.aval)
+    for v, c in zip(jaxpr.constvars, branch.consts):
+      env[v] = core.Literal(c, v.aval)
     # What computes its outputs defines those of the conditional, so that what
     # reads these stays as it is.
     for x, v in zip(jaxpr.outvars, eqn.outvars):

@@ -878,8 +878,7 @@ def _linearized_index(*args):
 def linearize(rule: Callable) -> Callable:
   """For linearization (JAX 0.7.1 and later): the index is no residual."""
   def nonzeros_in(*args):
-    # Since JAX 0.9.1 there is an argument before.
-    return next(arg for arg in args if isinstance(arg, (tuple, list)))
+    return internals.linearization_inputs(args)[0]
 
   carrying_rule = carries_platforms(rule, deferral.Transformation(
       "linearization (of reverse-mode differentiation)", changed=nonzeros_in,

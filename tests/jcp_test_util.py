@@ -85,8 +85,6 @@ def _lowers_to_triton() -> bool:
   return not ("get_compute_capability" in text or "local_devices" in text)
 
 
-_has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
-
 # What some of the supported releases do not have, and why it is not tested
 # there. All tests that are skipped for the release are skipped by this.
 _FEATURES = dict(
@@ -119,10 +117,10 @@ _FEATURES = dict(
         not activation.has_patches(),
         "With the diffs JAX does not do this; see docs/pages/patches.md."),
     freed_traces=(
-        _has_gil,
+        internals.has_gil,
         "In free-threaded Python JAX keeps some objects of each trace."),
     switch_that_waits=(
-        _has_gil,
+        internals.has_gil,
         "In free-threaded Python a switch does not wait for other threads."),
     newest_release=(
         releases.installed() == releases.RELEASES[-1].jax,

@@ -41,7 +41,7 @@ import numpy as np
 
 cond_p = conditionals.cond_p
 platform_index_p = conditionals.platform_index_p
-# https://github.com/jax-ml/jax/commit/f2f9b4ac27 (JAX 0.7.0) renamed it.
+# https://github.com/jax-ml/jax/commit/d585aecc0e (JAX 0.7.0) renamed it.
 jit_p = getattr(pjit, "jit_p", None) or pjit.pjit_p
 
 # https://github.com/jax-ml/jax/commit/f2121a72fc (JAX 0.6.1) added the param
@@ -100,7 +100,7 @@ def undecorated(fun: Callable) -> types.FunctionType:
   return fun
 
 
-_has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 @functools.cache
@@ -116,7 +116,7 @@ def _as_nested(code: types.CodeType) -> types.CodeType:
 
 def with_globals(fun: types.FunctionType, **names) -> types.FunctionType:
   """Returns a function whose code sees other values under these names."""
-  code = fun.__code__ if _has_gil else _as_nested(fun.__code__)
+  code = fun.__code__ if has_gil else _as_nested(fun.__code__)
   rebound = types.FunctionType(
       code, {**fun.__globals__, **names}, fun.__name__, fun.__defaults__,
       fun.__closure__)
@@ -136,6 +136,16 @@ def has_strict_to_lojax() -> bool:
 
 
 # Jaxprs.
+
+def linearization_inputs(args: Sequence) -> tuple[Sequence[bool], Sequence]:
+  """Which tangents are not zero, and the primals, of a linearization rule.
+
+  There is an argument before these since JAX 0.9.1:
+  https://github.com/jax-ml/jax/commit/79f3519e22.
+  """
+  i = next(i for i, x in enumerate(args) if isinstance(x, (tuple, list)))
+  return args[i], args[i + 1:]
+
 
 def is_concrete(x) -> bool:
   return not isinstance(x, core.Tracer)
@@ -523,14 +533,6 @@ def weakref_lru_cache(fun: Callable) -> Callable:
   return util.weakref_lru_cache(fun)
 
 
-@weakref_lru_cache
-def _intermediate_shardings(jaxpr: core.Jaxpr) -> tuple:
-  # https://github.com/jax-ml/jax/commit/0426388d31 (0.4.31) renamed it.
-  find = (getattr(dispatch, "get_intermediate_shardings", None) or
-          dispatch.jaxpr_shardings)
-  return tuple(sharding for sharding, _ in find(jaxpr))
-
-
 def weakref_lru_cache_of_all_contexts(fun: Callable) -> Callable:
   """For a result that does not depend on JAX's settings.
 
@@ -713,11 +715,7 @@ def lowering_platform(arguments: dict[str, Any], jaxpr: core.Jaxpr) -> str:
   if len(xla_bridge.backends()) > 1:
     shardings.extend(_intermediate_shardings(jaxpr))
   for sharding in shardings:
-    if isinstance(sharding, jax.sharding.Sharding):
-      try:
-        devices = sharding._device_assignment
-      except ValueError:  # an abstract mesh has no devices
-        continue
+    if devices := _devices_of(sharding):
       return _platform_of(devices[0])
   return default_platform()
 
@@ -733,7 +731,7 @@ def running_platform(values: Sequence, params: dict[str, Any]) -> str | None:
     The name of the platform; None if the equation is traced, or if it is not
     sure where it runs.
   """
-  if not _runs_now() or any(isinstance(x, core.Tracer) for x in values):
+  if not (_runs_now() and all(map(is_concrete, values))):
     return None
   # With one platform there is nothing to find out, and this takes time.
   if len(xla_bridge.backends()) == 1:
@@ -763,15 +761,24 @@ def _runs_now() -> bool:
   return stack.dynamic.level == 0
 
 
+@weakref_lru_cache
+def _intermediate_shardings(jaxpr: core.Jaxpr) -> tuple:
+  # https://github.com/jax-ml/jax/commit/0426388d31 (0.4.31) renamed it.
+  find = (getattr(dispatch, "get_intermediate_shardings", None) or
+          dispatch.jaxpr_shardings)
+  return tuple(sharding for sharding, _ in find(jaxpr))
+
+
 def _devices_of(place) -> Sequence:
-  """The devices of a sharding or a mesh, or none."""
-  place = getattr(place, "physical_mesh", place)
-  try:
-    if isinstance(place, jax.sharding.Sharding):
-      return tuple(place.device_set)
-    return () if place.empty else tuple(place.devices.flat)
-  except (AttributeError, ValueError):  # An abstract mesh has none.
-    return ()
+  """The devices of a sharding or a mesh; none of anything else."""
+  if isinstance(place, jax.sharding.Sharding):
+    try:
+      return place._device_assignment
+    except ValueError:  # an abstract mesh has no devices
+      return ()
+  if isinstance(place, jax.sharding.Mesh) and not place.empty:
+    return tuple(place.devices.flat)
+  return ()
 
 
 def default_platform() -> str:
