@@ -36,17 +36,17 @@ FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """Tests that end otherwise with the package.
+  """A test that ends otherwise with the package.
 
   Attributes:
-    file: the file that they are in.
-    tests: their names.
+    file: the file that it is in.
+    test: its name.
     releases: the releases, as a version specifier.
-    outcome: how they end with the package.
-    reason: why they do.
+    outcome: how it ends with the package.
+    reason: why it does.
   """
   file: str
-  tests: tuple[str, ...]
+  test: str
   releases: str
   outcome: str
   reason: str
@@ -59,15 +59,15 @@ _CONTROL_FLOW = "LaxControlFlowTest.test_platform_dependent_"
 
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
-        "lax_control_flow_test", (f"{_CONTROL_FLOW}lowering",), "<0.6.1",
-        "failed", _ALL_BRANCHES),
+        "lax_control_flow_test", f"{_CONTROL_FLOW}lowering", "<0.6.1", "failed",
+        _ALL_BRANCHES),
     Difference(
         "lax_control_flow_test",
-        (f"{_CONTROL_FLOW}with_non_existent_custom_call",), ">0.4.30,<0.6.1",
+        f"{_CONTROL_FLOW}with_non_existent_custom_call", ">0.4.30,<0.6.1",
         "failed", _ALL_BRANCHES),
     Difference(
-        "lax_control_flow_test", (f"{_CONTROL_FLOW}no_default",),
-        ">=0.4.21", "failed",
+        "lax_control_flow_test", f"{_CONTROL_FLOW}no_default", ">=0.4.21",
+        "failed",
         "It asserts the message of JAX's error. That of the package says which "
         "platform has no branch, and where the call is; its type is JAX's."),
 )
@@ -172,11 +172,11 @@ def compare(release: str, file: str, without: dict[str, str],
     if difference.file != file or not specifiers.SpecifierSet(
         difference.releases, prereleases=True).contains(release):
       continue
-    for test in difference.tests:
-      if different.get(test, ("", ""))[1] == difference.outcome:
-        known.add(test)
-      else:
-        wrong.append(f"{file}: {test} did not end as it should: {difference}")
+    test = difference.test
+    if different.get(test, ("", ""))[1] == difference.outcome:
+      known.add(test)
+    else:
+      wrong.append(f"{file}: {test} did not end as it should: {difference}")
   wrong += [f"{file}: {name}: {a} without, {b} with the package"
             for name, (a, b) in different.items() if name not in known]
   return len(known), wrong
@@ -236,17 +236,15 @@ def table(reports: pathlib.Path, page: str) -> str:
     release, file = [*map(str.strip, row.split("|")), "", "", ""][1:3]
     if file in FILES:
       rows[version.parse(release), FILES.index(file)] = row
-  for path in reports.glob("*/with/*.xml"):
-    release = path.parent.parent.name
-    file = path.stem.replace(".", "/")
-    rows[version.parse(release), FILES.index(file)], _ = _row(
-        reports / release, release, file)
+  for path in reports.glob("*"):
+    for i, file in enumerate(FILES):
+      if (path / "with" / _report(file)).exists():
+        rows[version.parse(path.name), i], _ = _row(path, path.name, file)
   text = _HEAD + _COLUMNS + "".join(rows[key] + "\n" for key in sorted(rows))
   text += "\nWhat is known to end otherwise with the package:\n\n"
   for difference in DIFFERENCES:
-    tests = ", ".join(f"`{test}`" for test in difference.tests)
-    text += (f"- JAX `{difference.releases}`, {tests}: {difference.outcome}. "
-             f"{difference.reason}\n")
+    text += (f"- JAX `{difference.releases}`, `{difference.test}`: "
+             f"{difference.outcome}. {difference.reason}\n")
   return text
 
 
