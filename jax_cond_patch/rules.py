@@ -22,15 +22,10 @@ import types
 from typing import Any
 
 import jax
-from jax._src import ad_util
 from jax._src import core
 from jax._src import tree_util
 from jax._src.interpreters import ad
 from jax._src.interpreters import partial_eval as pe
-from jax._src.lax import convolution
-from jax._src.lax import lax as lax_internal
-from jax._src.lax import slicing
-from jax._src.lax import windowed_reductions
 from jax._src.lax.control_flow import conditionals
 import numpy as np
 
@@ -122,7 +117,7 @@ class _OnePass:
     key = (self, sharing.frozen(args),
            tuple((name, sharing.frozen(x)) for name, x in kwargs.items()))
     return sharing.once(
-        jaxpr, key, lambda: self._pass(jaxpr, *args, **kwargs))
+        jaxpr, key, lambda jaxpr: self._pass(jaxpr, *args, **kwargs))
 
   def _pass(self, *args, **kwargs):
     call = _signature(self.make).bind(*args, **kwargs)
@@ -189,7 +184,7 @@ def _join(join: Callable, jaxprs, residuals, residual_indices, *args):
     if list(indices) == list(range(len(residuals))):
       return jaxpr
     key = (join, tuple(residuals), tuple(indices), numbers)
-    return sharing.once(jaxpr, key, lambda: join(
+    return sharing.once(jaxpr, key, lambda jaxpr: join(
         (jaxpr,), residuals, (indices,), *args)[0])
 
   return tuple(map(joined, jaxprs, residual_indices))
@@ -199,14 +194,17 @@ def _transpose_branch(jaxpr, *args):
   """`_transpose_cond_jaxpr`, once for each branch."""
   make = conditionals._transpose_cond_jaxpr
   return sharing.once(
-      jaxpr, (make, sharing.frozen(args)), lambda: make(jaxpr, *args))
+      jaxpr, (make, sharing.frozen(args)), lambda jaxpr: make(jaxpr, *args))
 
 
 def _transpose_branch_fancy(jaxpr, in_tree, in_avals, specs, instantiate,
                             *log_spec):
   """`_transpose_jaxpr_fancy`, which JAX calls twice, as in `_OnePass`."""
-  make = functools.partial(
-      conditionals._transpose_jaxpr_fancy, jaxpr, in_tree, in_avals, specs)
+  def make(*joined):
+    make = conditionals._transpose_jaxpr_fancy
+    args = in_tree, in_avals, specs, *joined
+    return sharing.once(jaxpr, (make, *args), lambda jaxpr: make(jaxpr, *args))
+
   # What is logged, and for which branch, since JAX 0.11.1:
   # it is not known yet the first time.
   first = make((False,) * len(instantiate), *((None, 0) if log_spec else ()))
@@ -436,21 +434,13 @@ def _is_differentiable_eqn(eqn: core.JaxprEqn) -> bool:
     return (eqn.primitive.name in _DIFFERENTIABLE_WITH_JAXPRS and
             all(map(_is_differentiable, jaxprs)))
   return not eqn.invars or (eqn.primitive in ad.primitive_jvps and
-                            eqn.primitive in _lax_primitives())
+                            eqn.primitive in internals.lax_primitives())
 
 
 # They are as differentiable as their jaxprs are.
 _DIFFERENTIABLE_WITH_JAXPRS = frozenset([
     "checkpoint", "closed_call", "cond", "core_call", "jit", "pjit", "remat",
     "remat2", "scan"])
-
-
-@functools.cache
-def _lax_primitives() -> frozenset[core.Primitive]:
-  return frozenset(
-      x for module in (lax_internal, slicing, windowed_reductions, convolution,
-                       ad_util)
-      for x in vars(module).values() if isinstance(x, core.Primitive))
 
 
 # Rules for cond_p.

@@ -2,10 +2,13 @@
 
 What they take in seconds is measured in `benchmarks/`.
 """
+import functools
 from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import hypothesis
+from hypothesis import strategies as st
 import jax
 from jax import lax
 from jax._src import config
@@ -227,6 +230,16 @@ def transformed_branches_of(f, x):
   return branches_of(lambda x: jax.jvp(f, (x,), (x,)), x)
 
 
+@st.composite
+def constants_of_layers(draw):
+  """Three constants each, of one type; many are alike."""
+  dtype = draw(st.sampled_from([
+      float, np.float16, np.float32, jnp.bfloat16]))
+  value = st.sampled_from(
+      [0., -0., 1., 2., 3., .5, 1.5, float("inf"), float("nan")]).map(dtype)
+  return draw(st.lists(st.tuples(value, value, value), min_size=3, max_size=5))
+
+
 class SharingTest(tu.JcpTestCase):
 
   def assertShared(self, branches):
@@ -268,6 +281,78 @@ class SharingTest(tu.JcpTestCase):
             x, cpu=lambda x: x * value, default=lambda x: x)
       return x
     self.assertNotShared(transformed_branches_of(f, X))
+
+  @parameterized.parameters(
+      "gradient", "forward_mode", "vmap", "gradient_of_remat")
+  def test_one_transformation_for_all_constants(self, transformation):
+    transform = TRANSFORMATIONS[transformation]
+    def num_traced(num_sites, transform):
+      def f(x, ws):
+        for i, w in enumerate(ws):
+          x = lax.platform_dependent(
+              x, w, cpu=lambda x, w, i=i: lax.tanh(x @ w) * (i + 1.5),
+              default=lambda x, w: x + w)
+        return x
+      jax.clear_caches()
+      with mock.patch.object(
+          lax.tanh_p, "bind", side_effect=lax.tanh_p.bind) as bind:
+        jax.make_jaxpr(transform(f))(X, [X] * num_sites)
+      return bind.call_count
+    self.assertEqual(num_traced(5, lambda f: f), 5)
+    self.assertGreater(num_traced(1, transform), 1)
+    # Each is only traced before it is found to be like the others.
+    self.assertEqual(
+        num_traced(8, transform) - num_traced(4, transform), 4)
+
+  @hypothesis.settings(
+      max_examples=25, deadline=None, derandomize=True, database=None,
+      suppress_health_check=list(hypothesis.HealthCheck))
+  @hypothesis.given(constants_of_layers(), st.sampled_from(
+      ["gradient", "forward_mode", "vmap", "gradient_of_scan"]))
+  # Alike or equal in the first two, and not in the third.
+  @hypothesis.example([(1., 1., 2.), (3., 3., 4.), (5., 6., 7.)], "gradient")
+  @hypothesis.example([(1., 2., 3.), (1., 4., 5.), (6., 7., 8.)], "gradient")
+  @hypothesis.example([(0., 1., 3.), (-0., 2., 4.), (0., 5., 5.)], "vmap")
+  def test_constants_are_put_in_place(self, constants, transformation):
+    """As if each branch had been transformed by itself."""
+    def f(x, _):
+      x = x.astype(jnp.result_type(constants[0][0]))
+      for a, b, c in constants:
+        x = lax.platform_dependent(
+            x,
+            cpu=lambda x: jnp.maximum(x * a, b) / c - (x > a).astype(x.dtype),
+            default=lambda x: jnp.where(x < c, a, x - b) * a)
+      return x.astype(np.float32)
+
+    def lowered():
+      jax.clear_caches()
+      transformed = TRANSFORMATIONS[transformation](f)
+      return [tu.lower(lambda *args: transformed(*args), X, [X],
+                       platforms=(platform,)) for platform in ("cpu", "tpu")]
+    modules = lowered()
+    with mock.patch.object(sharing, "_General", side_effect=ValueError):
+      self.assertEqual(modules, lowered())
+
+  def test_constants_of_functions(self):
+    """A rule of the user's may compute with a constant as it is traced."""
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+    def power(x, exponent):
+      return x ** exponent
+
+    @power.defjvp
+    def power_jvp(exponent, primals, tangents):
+      x, = primals
+      t, = tangents
+      return x ** exponent, exponent * x ** (exponent - 1) * t
+
+    def f(x, exponents=(1.5, 2.5, 3.5, 4.5, 5.5)):
+      return sum(lax.platform_dependent(
+          x, cpu=lambda x: power(x, exponent) * exponent, default=lambda x: x)
+                 for exponent in exponents)
+    self.assertAllClose(
+        jax.jit(jax.grad(lambda x: f(x)))(np.float32(2)),
+        np.float32(sum(e * e * 2 ** (e - 1)
+                       for e in (1.5, 2.5, 3.5, 4.5, 5.5))))
 
   def test_other_params(self):
     def f(x):

@@ -18,6 +18,7 @@ import types
 from typing import Any
 
 import jax
+from jax._src import ad_util
 from jax._src import config
 from jax._src import core
 from jax._src import dispatch
@@ -30,6 +31,10 @@ from jax._src import util
 from jax._src import xla_bridge
 from jax._src.interpreters import mlir
 from jax._src.interpreters import partial_eval as pe
+from jax._src.lax import convolution
+from jax._src.lax import lax as lax_internal
+from jax._src.lax import slicing
+from jax._src.lax import windowed_reductions
 from jax._src.lax.control_flow import common
 from jax._src.lax.control_flow import conditionals
 from jax._src.lib import version as jaxlib_version
@@ -176,6 +181,15 @@ def is_jaxpr(x) -> bool:
 def open_jaxpr(jaxpr) -> core.Jaxpr:
   """Returns the `core.Jaxpr` of a `ClosedJaxpr`, if it is one."""
   return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
+
+
+@functools.cache
+def lax_primitives() -> frozenset[core.Primitive]:
+  """The primitives of `jax.lax` that have no jaxprs."""
+  return frozenset(
+      x for module in (lax_internal, slicing, windowed_reductions, convolution,
+                       ad_util)
+      for x in vars(module).values() if isinstance(x, core.Primitive))
 
 
 def jaxprs_in_params(params: dict[str, Any]) -> list:
