@@ -36,8 +36,10 @@ CASES = list(itertools.chain(
     *(_cases(t, 4, 10, (*PHASES, "export")) for t in ("forward", "gradient")),
     *(_cases(t, 4, 10) for t in ("vmap", "scan", "remat", "nested")),
     *(_cases(t, n, 10) for t in ("forward", "gradient") for n in (1, 8)),
-    *(_cases(t, 4, 60, rounds=7, layers=layers)
-      for t in ("forward", "gradient") for layers in programs.LAYERS),
+    # By so little does lowering differ that it takes more rounds to see.
+    *(_cases(t, 4, 60, phases=(phase,), rounds=rounds, layers=layers)
+      for t in ("forward", "gradient") for layers in programs.LAYERS
+      for phase, rounds in (("trace", 7), ("lower", 15))),
     *(_cases(t, 4, n, rounds=3 if n < 1000 else 1)
       for t in ("forward", "gradient") for n in (100, 1000)),
     _cases("ordinary", 4, 10, PHASES, rounds=7)))
