@@ -858,13 +858,8 @@ def _renew_staged_index(trace, outs, platforms) -> None:
     tracer.recipe = renewed
 
 
-def _linearized_index(*args):
-  # It comes after the list of what has a tangent; before that there is another
-  # argument since JAX 0.9.1.
-  return args[[isinstance(x, (tuple, list)) for x in args].index(True) + 1]
-
-
-@takes_known_branch(_linearized_index, begins_differentiation=True)
+@takes_known_branch(lambda *args: internals.linearization_inputs(args)[1][0],
+                    begins_differentiation=True)
 def linearize(rule: Callable) -> Callable:
   """For linearization (JAX 0.7.1 and later): the index is no residual."""
   def nonzeros_in(*args):

@@ -80,7 +80,7 @@ class _Identity:
 @internals.weakref_lru_cache_of_all_contexts
 def _identify(jaxpr) -> _Identity:
   try:
-    family, constants, is_plain = (
+    family, constants, is_general = (
         _known_families.pop(jaxpr, None) or _find_family(jaxpr))
   except (_NotShared, TypeError):  # Something in it may not be hashable.
     return _Identity()
@@ -88,7 +88,7 @@ def _identify(jaxpr) -> _Identity:
   first.jaxpr = first.jaxpr or jaxpr
   # The caches must not hold on to their own keys.
   return _Identity(None if first.jaxpr is jaxpr else first.jaxpr, first.token,
-                   family if constants and is_plain else None, constants)
+                   family if is_general else None, constants)
 
 
 # Those of jaxprs that were made by replacing constants.
@@ -96,9 +96,11 @@ _known_families: weakref.WeakKeyDictionary[Any, tuple] = (
     weakref.WeakKeyDictionary())
 
 
-def _find_family(jaxpr):
+def _find_family(jaxpr) -> tuple[_Family, tuple[core.Literal, ...], bool]:
+  """Its family and constants, and whether it may be made of another one's."""
   structure, constants = _structure(jaxpr)
-  return _family_of(structure), constants, _is_plain(jaxpr)
+  is_general = bool(constants) and _is_plain(jaxpr)
+  return _family_of(structure), constants, is_general
 
 
 def _is_plain(jaxpr) -> bool:
@@ -188,7 +190,7 @@ def _params(eqn: core.JaxprEqn) -> Hashable:
     # A jitted function may hold functions, of `jax.custom_jvp`. It is one jaxpr
     # wherever it is called, and holds no values of the program that calls it.
     jaxpr = eqn.params.get("jaxpr")
-    if eqn.primitive.name not in ("jit", "pjit") or jaxpr.consts:
+    if eqn.primitive is not internals.jit_p or jaxpr.consts:
       raise
     return _Same(jaxpr), _param({**eqn.params, "jaxpr": None})
 
@@ -353,7 +355,7 @@ def _replacement(made, other, pairs) -> Callable[[dict[Hashable, Any]], Any]:
       raise _NotShared
     return lambda new: made
 
-  family, constants, is_plain = _find_family(made)
+  family, constants, is_general = _find_family(made)
   other_family, other_constants, _ = _find_family(other)
   if family is not other_family:
     raise _NotShared
@@ -378,7 +380,7 @@ def _replacement(made, other, pairs) -> Callable[[dict[Hashable, Any]], Any]:
       return jaxpr.replace(eqns=eqns, debug_info=jaxpr.debug_info)
 
     jaxpr = internals.map_jaxpr(replace, made)
-    _known_families[jaxpr] = family, tuple(new_constants), is_plain
+    _known_families[jaxpr] = family, tuple(new_constants), is_general
     return jaxpr
 
   return with_constants
