@@ -173,8 +173,9 @@ def _is_all_alive(jaxpr) -> bool:
     if eqn.primitive not in pe.dce_rules:
       if used.isdisjoint(eqn.outvars):
         return False
-    elif not used.issuperset(eqn.outvars) or not all(
-        map(_is_all_alive, internals.jaxprs_in_params(eqn.params))):
+    elif (not (eqn.outvars or eqn.effects) or
+          not used.issuperset(eqn.outvars) or
+          not all(map(_is_all_alive, internals.jaxprs_in_params(eqn.params)))):
       return False
     for x in eqn.invars:
       if isinstance(x, core.Var):
@@ -529,29 +530,30 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
   is_named = bool(name_stack.stack)
   compute_type = internals.compute_type(caller)
 
-  def bound(v):
-    if v in used:
-      env[v] = new_var(v.aval)
-      return env[v]
-    if not isinstance(v, core.DropVar):
-      used.add(v)
-    return v
-
   def renamed(eqn):  # The most of the time goes here.
+    outvars = []
+    for v in eqn.outvars:
+      here = env.get(v)
+      if here is None:
+        here = v
+        if v in used:
+          here = env[v] = new_var(v.aval)
+        elif not isinstance(v, core.DropVar):
+          used.add(v)
+      outvars.append(here)
     source_info = eqn.source_info
     if is_named:
       inner = source_info.name_stack
       source_info = source_info.replace(
           name_stack=name_stack + inner if inner.stack else name_stack)
     effects = eqn.effects and internals.rename_input_effects(eqn.effects, env)
-    here = eqn.replace(
+    eqn_here = eqn.replace(
         invars=[x if isinstance(x, core.Literal) else env.get(x, x)
                 for x in eqn.invars],
-        outvars=[env[v] if v in env else bound(v) for v in eqn.outvars],
-        effects=effects, source_info=source_info)
+        outvars=outvars, effects=effects, source_info=source_info)
     if compute_type and not internals.compute_type(eqn):
-      here = here.replace(ctx=caller.ctx)
-    return here
+      eqn_here = eqn_here.replace(ctx=caller.ctx)
+    return eqn_here
 
   return renamed
 

@@ -692,8 +692,8 @@ def drops_dead(arguments: dict[str, Any], jaxpr: core.Jaxpr) -> bool:
   return (not arguments["keep_unused"] and
           not any(isinstance(sharding, auto) for sharding in (
               *arguments["in_shardings"], *arguments["out_shardings"])) and
-          all(core.is_constant_shape(getattr(v.aval, "shape", ()))
-              for v in jaxpr.invars))
+          all(map(core.is_constant_shape,
+                  {getattr(v.aval, "shape", ()) for v in jaxpr.invars})))
 
 
 def computation_platforms(computation) -> tuple[str, ...]:
