@@ -170,12 +170,11 @@ def _is_all_alive(jaxpr) -> bool:
   jaxpr = internals.open_jaxpr(jaxpr)
   used = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
   for eqn in reversed(jaxpr.eqns):
-    if eqn.primitive not in pe.dce_rules:
-      if used.isdisjoint(eqn.outvars):
-        return False
-    elif (not (eqn.outvars or eqn.effects) or
-          not used.issuperset(eqn.outvars) or
-          not all(map(_is_all_alive, internals.jaxprs_in_params(eqn.params)))):
+    if used.isdisjoint(eqn.outvars):
+      return False
+    if eqn.primitive in pe.dce_rules and not (
+        used.issuperset(eqn.outvars) and
+        all(map(_is_all_alive, internals.jaxprs_in_params(eqn.params)))):
       return False
     for x in eqn.invars:
       if isinstance(x, core.Var):
@@ -533,27 +532,27 @@ def _renaming_in(caller: core.JaxprEqn, env: dict[core.Var, core.Atom],
   def renamed(eqn):  # The most of the time goes here.
     outvars = []
     for v in eqn.outvars:
-      here = env.get(v)
-      if here is None:
-        here = v
+      bound = env.get(v)
+      if bound is None:
+        bound = v
         if v in used:
-          here = env[v] = new_var(v.aval)
+          bound = env[v] = new_var(v.aval)
         elif not isinstance(v, core.DropVar):
           used.add(v)
-      outvars.append(here)
+      outvars.append(bound)
     source_info = eqn.source_info
     if is_named:
       inner = source_info.name_stack
       source_info = source_info.replace(
           name_stack=name_stack + inner if inner.stack else name_stack)
     effects = eqn.effects and internals.rename_input_effects(eqn.effects, env)
-    eqn_here = eqn.replace(
+    here = eqn.replace(
         invars=[x if isinstance(x, core.Literal) else env.get(x, x)
                 for x in eqn.invars],
         outvars=outvars, effects=effects, source_info=source_info)
     if compute_type and not internals.compute_type(eqn):
-      eqn_here = eqn_here.replace(ctx=caller.ctx)
-    return eqn_here
+      here = here.replace(ctx=caller.ctx)
+    return here
 
   return renamed
 

@@ -184,22 +184,31 @@ class OnePlatformTest(tu.JcpTestCase):
     self.assertEqual(tu.count_ops(text, "stablehlo.sine"), 0)
     self.assertEqual(tu.count_ops(text, "stablehlo.multiply"), 1)
 
-  def test_dead_code_of_the_branch_that_runs(self):
+  @parameterized.parameters(((),), ((0,),), ((1,),))
+  def test_dead_code_of_the_branch_that_runs(self, donate_argnums):
     def used_in_part(x, y):
       return lax.fori_loop(0, 3, lambda _, c: (c[0] * 2, c[1] + y), (x, y))[0]
+    def module(f):
+      jitted = jax.jit(lambda x, y: f(x, y), donate_argnums=donate_argnums)
+      return tu.lower_jitted(jitted, X, X, platforms=("tpu",)).as_text()
     for owner in (lambda x, y: x * 2, lambda x, y: (jnp.cos(y), x * 2)[1],
                   lambda x, y: x + jax.jit(lambda y: y * 2)(y)[0] * 0,
                   lambda x, y: (jax.jit(lambda: None)(), x * y)[1],
                   lambda x, y: (jax.jit(jnp.cos)(y), x * 2)[1],
                   lambda x, y: jax.jit(lambda x, y: (x, y))(x, y)[0] * 2,
                   used_in_part):
-      for argnums in ((), (0,), (1,)):
-        def module(f):
-          jitted = jax.jit(lambda x, y: f(x, y), donate_argnums=argnums)
-          return tu.lower_jitted(jitted, X, X, platforms=("tpu",)).as_text()
-        branchy = module(lambda x, y: lax.platform_dependent(
-            x, y, tpu=owner, default=lambda x, y: x))
-        self.assertEqual(branchy, module(owner))
+      branchy = module(lambda x, y: lax.platform_dependent(
+          x, y, tpu=owner, default=lambda x, y: x))
+      self.assertEqual(branchy, module(owner))
+
+  def test_dead_call_without_inputs_and_outputs(self):
+    """JAX does not look for dead code if it is to keep unused inputs."""
+    f = lambda x: lax.platform_dependent(
+        x, cpu=lambda x: (jax.jit(lambda: None)(), x * 2)[1],
+        default=lambda x: x)
+    text = tu.lower_jitted(jax.jit(f, keep_unused=True), X,
+                           platforms=("cpu",)).as_text()
+    self.assertNotIn("call", text)
 
   def test_passthrough_outputs(self):
     f = lambda x, y: lax.platform_dependent(
