@@ -31,16 +31,24 @@ def lower_sharding_computation(original: Callable) -> Callable:
     if not resolution.is_resolvable(closed_jaxpr, resolution.Scope.PROGRAM):
       return original(closed_jaxpr, *args, **kwargs)
     jaxpr = internals.open_jaxpr(closed_jaxpr)
-    arguments = signature.bind(closed_jaxpr, *args, **kwargs).arguments
+    bound = signature.bind(closed_jaxpr, *args, **kwargs)
+    arguments = bound.arguments
     requested = internals.requested_platforms(arguments)
+    jax_drops_dead = internals.drops_dead(arguments, jaxpr)
 
     def lower(platforms):
       _logger.debug("lowering %s for %s", arguments["fun_name"],
                     ", ".join(platforms))
       resolved = resolution.resolve(
           closed_jaxpr, platforms, resolution.Scope.PROGRAM,
-          drop_dead=not internals.drops_dead(arguments, jaxpr))
-      return original(resolved, *args, **kwargs)
+          drop_dead=not jax_drops_dead)
+      if jax_drops_dead:
+        # JAX's own search for what is dead takes longer.
+        arguments["keep_unused"] = resolution.is_all_alive(resolved)
+      try:
+        return original(resolved, *bound.args[1:], **bound.kwargs)
+      finally:
+        internals.forget_dead_code_search(resolved)
 
     if requested is not None:
       return lower(requested)

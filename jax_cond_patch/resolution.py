@@ -151,7 +151,7 @@ def resolve(jaxpr, platforms: Sequence[Platform], scope: Scope,
 
 
 def _dce(jaxpr: core.Jaxpr) -> core.Jaxpr:
-  if _is_all_alive(jaxpr):
+  if is_all_alive(jaxpr):
     return jaxpr
   if jaxpr.constvars and not hasattr(jaxpr, "consts"):
     # JAX's rules for dead code know no constants up to 0.10.
@@ -162,7 +162,7 @@ def _dce(jaxpr: core.Jaxpr) -> core.Jaxpr:
 
 
 @internals.weakref_lru_cache
-def _is_all_alive(jaxpr) -> bool:
+def is_all_alive(jaxpr) -> bool:
   """Whether all in a jaxpr is used, so that there is no need to look further.
 
   False does not mean that something is dead. JAX's own search takes longer.
@@ -174,7 +174,7 @@ def _is_all_alive(jaxpr) -> bool:
       return False
     if eqn.primitive in pe.dce_rules and not (
         used.issuperset(eqn.outvars) and
-        all(map(_is_all_alive, internals.jaxprs_in_params(eqn.params)))):
+        all(map(is_all_alive, internals.jaxprs_in_params(eqn.params)))):
       return False
     for x in eqn.invars:
       if isinstance(x, core.Var):

@@ -31,6 +31,7 @@ from jax._src import util
 from jax._src import xla_bridge
 from jax._src.interpreters import mlir
 from jax._src.interpreters import partial_eval as pe
+from jax._src.interpreters import pxla
 from jax._src.lax import convolution
 from jax._src.lax import lax as lax_internal
 from jax._src.lax import slicing
@@ -694,6 +695,17 @@ def drops_dead(arguments: dict[str, Any], jaxpr: core.Jaxpr) -> bool:
               *arguments["in_shardings"], *arguments["out_shardings"])) and
           all(map(core.is_constant_shape,
                   {getattr(v.aval, "shape", ()) for v in jaxpr.invars})))
+
+
+def forget_dead_code_search(jaxpr) -> None:
+  """Lets go of a computation that `pxla.lower_sharding_computation` has kept.
+
+  Where it need not search for dead code, its result is the jaxpr that it got;
+  since JAX 0.11 that is also what its cache refers to weakly, so that neither
+  would be freed.
+  """
+  if not has_closed_jaxprs:
+    pxla._dce_jaxpr.evict_weakref(jaxpr)
 
 
 def computation_platforms(computation) -> tuple[str, ...]:
