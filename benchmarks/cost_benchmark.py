@@ -26,8 +26,10 @@ PHASES = ("trace", "lower", "compile", "first call")
 
 def _cases(transformation, branches, sites, phases=PHASES[:2], rounds=3,
            layers="equal"):
+  # By so little does lowering differ that it takes more rounds to see.
   return [pytest.param(
-      transformation, layers, branches, sites, phase, rounds,
+      transformation, layers, branches, sites, phase,
+      5 * rounds if phase == "lower" else rounds,
       id=f"{transformation}-{layers}-{branches}-{sites}-{phase}")
           for phase in phases]
 
@@ -36,10 +38,8 @@ CASES = list(itertools.chain(
     *(_cases(t, 4, 10, (*PHASES, "export")) for t in ("forward", "gradient")),
     *(_cases(t, 4, 10) for t in ("vmap", "scan", "remat", "nested")),
     *(_cases(t, n, 10) for t in ("forward", "gradient") for n in (1, 8)),
-    # By so little does lowering differ that it takes more rounds to see.
-    *(_cases(t, 4, 60, phases=(phase,), rounds=rounds, layers=layers)
-      for t in ("forward", "gradient") for layers in programs.LAYERS
-      for phase, rounds in (("trace", 7), ("lower", 15))),
+    *(_cases(t, 4, 60, rounds=5, layers=layers)
+      for t in ("forward", "gradient") for layers in programs.LAYERS),
     *(_cases(t, 4, n, rounds=3 if n < 1000 else 1)
       for t in ("forward", "gradient") for n in (100, 1000)),
     _cases("ordinary", 4, 10, PHASES, rounds=7)))
@@ -57,8 +57,15 @@ def make(transformation, layers, branches):
           transform(programs.direct(branches, layers)))
 
 
-def prepare(phase, f, args):
-  """Does what comes before a phase, and returns the phase."""
+def prepare(phase, f, args, traced=None):
+  """Does what comes before a phase, and returns the phase.
+
+  Args:
+    phase: one of `PHASES`, or "export".
+    f: the program.
+    args: its arguments.
+    traced: the program if it has been traced, so that this is not done again.
+  """
   f = jax.jit(functools.partial(f))
   if phase == "trace":
     return lambda: f.trace(*args)
@@ -66,7 +73,7 @@ def prepare(phase, f, args):
     return lambda: programs.exported(f, *args)
   if phase == "first call":
     return lambda: jax.block_until_ready(f(*args))
-  traced = f.trace(*args)
+  traced = traced or f.trace(*args)
   if phase == "lower":
     return traced.lower
   return traced.lower().compile
@@ -102,19 +109,32 @@ def test_cost(
   args = arguments(sites)
   times = dict(direct=[], unpatched=[])
 
-  def prepared(switch, f):
+  def trace(switch, f):
+    switch()
+    jax.clear_caches()
+    return jax.jit(functools.partial(f)).trace(*args)
+
+  programs_by_name = dict(
+      direct=(jax_cond_patch.deactivate, direct),
+      unpatched=(jax_cond_patch.deactivate, branchy),
+      patched=(jax_cond_patch.activate, branchy))
+  traced = {name: trace(*program) for name, program in programs_by_name.items()
+            } if phase == "lower" else {}
+
+  def prepared(name):
     # JAX's own functions are not measured, and each program finds its caches
     # alike. Of another size, so that nothing that is measured has been done.
+    switch, f = programs_by_name[name]
     switch()
     jax.clear_caches()
     for g in (branchy, direct):
       prepare(phase, g, arguments(1, size=8))()
-    return prepare(phase, f, args)
+    return prepare(phase, f, args, traced.get(name))
 
   def setup():
-    for name, f in (("direct", direct), ("unpatched", branchy)):
-      times[name].append(seconds(prepared(jax_cond_patch.deactivate, f)))
-    return (prepared(jax_cond_patch.activate, branchy),), {}
+    for name, measured in times.items():
+      measured.append(seconds(prepared(name)))
+    return (prepared("patched"),), {}
 
   benchmark.pedantic(lambda run: run(), setup=setup, rounds=rounds)
   benchmark.extra_info.update(
