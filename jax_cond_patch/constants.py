@@ -117,7 +117,7 @@ def _is_integer(aval) -> bool:
           isinstance(aval.dtype, np.dtype) and aval.dtype.kind in "biu")
 
 
-@internals.weakref_lru_cache
+@internals.weakref_lru_cache_of_all_contexts
 def _definitions(jaxpr: core.Jaxpr) -> dict[core.Var, core.JaxprEqn]:
   return {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
@@ -197,10 +197,14 @@ class Values:
       which, *cases = map(self, eqn.invars)
       return None if which is None else cases[int(which)]
     if name in _ELEMENTWISE:
+      may_decide = name in _DECISIVE and var.aval.dtype == np.bool_
+      if not may_decide and None in [
+          self(x) for x in eqn.invars if isinstance(x, core.Var)]:
+        return None  # Literals take longer.
       xs = [self(x) for x in eqn.invars]
       if all(x is not None for x in xs):
         return _ELEMENTWISE[name](*xs)
-      if var.aval.dtype == np.bool_ and name in _DECISIVE:
+      if may_decide:
         decisive = np.bool_(_DECISIVE[name])
         return decisive if any(
             x is not None and x == decisive for x in xs) else None

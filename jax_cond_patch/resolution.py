@@ -54,6 +54,9 @@ class Scope(enum.Enum):
   EQUATIONS = "equations"
   KERNEL = "kernel"
 
+  # Faster than by name. A scope is in the key of each jaxpr that is looked at.
+  __hash__ = object.__hash__
+
 
 # What a platform conditional with several owners is, once nothing but lowering
 # is left to do: a conditional on the platform index of the module.
@@ -77,14 +80,16 @@ _RESOLVED = frozenset([
     internals.cond_p.name, internals.platform_index_p.name,
     pinning.pinned_p.name, pinning.CALL_EXPORTED])
 
+_RESOLVED_WHEN_LOWERED = internals.KERNELS | _RESOLVED
+
 # The names of the primitives whose equations `resolve` looks at; None for all.
 _LOOKED_AT: dict[Scope, frozenset[str] | None] = {
     Scope.PROGRAM: TRANSPARENT_PRIMITIVES | _RESOLVED,
-    Scope.EQUATIONS: internals.KERNELS | _RESOLVED,
+    Scope.EQUATIONS: _RESOLVED_WHEN_LOWERED,
     Scope.KERNEL: None}
 
 
-@internals.weakref_lru_cache
+@internals.weakref_lru_cache_of_all_contexts
 def is_resolvable(jaxpr, scope: Scope) -> bool:
   """Whether `resolve` may have something to do."""
   names = _LOOKED_AT[scope]
@@ -107,6 +112,8 @@ def is_resolvable(jaxpr, scope: Scope) -> bool:
       continue
     if any(is_resolvable(jaxpr, inner_scope) for jaxpr in jaxprs):
       return True
+    if all(values(x) is None for x in eqn.invars):
+      continue
     for called, operands in constants.operands(eqn):
       known = {i for i, x in enumerate(operands) if values(x) is not None}
       if known and not known.isdisjoint(_index_inputs(called)):
@@ -114,7 +121,7 @@ def is_resolvable(jaxpr, scope: Scope) -> bool:
   return False
 
 
-@internals.weakref_lru_cache
+@internals.weakref_lru_cache_of_all_contexts
 def _index_inputs(jaxpr) -> frozenset[int]:
   """The inputs on which the index of a conditional may depend, by position."""
   inputs: set[int] = set()
@@ -142,6 +149,9 @@ def resolve(jaxpr, platforms: Sequence[Platform], scope: Scope,
     A jaxpr with the same inputs, outputs and constants; the same object if
     there was nothing to resolve.
   """
+  if scope is Scope.EQUATIONS and _RESOLVED_WHEN_LOWERED.isdisjoint(
+      [eqn.primitive.name for eqn in internals.open_jaxpr(jaxpr).eqns]):
+    return jaxpr  # So most end: this takes less time than a cache.
   if not is_resolvable(jaxpr, scope):
     return jaxpr
   resolved = _resolve(jaxpr, tuple(platforms), scope)
@@ -161,7 +171,7 @@ def _dce(jaxpr: core.Jaxpr) -> core.Jaxpr:
   return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), True)[0]
 
 
-@internals.weakref_lru_cache
+@internals.weakref_lru_cache_of_all_contexts
 def is_all_alive(jaxpr) -> bool:
   """Whether all in a jaxpr is used, so that there is no need to look further.
 
